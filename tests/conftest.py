@@ -1,0 +1,31 @@
+"""Test settings: shapes checked at run time, strict dtypes and ranks, a fixed number of CPU devices."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", os.environ.get("JAXINFER_TEST_PLATFORM", "cpu"))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jaxtyping
+import pytest
+
+for _package in ("jaxinfer", "pallas_kernels", "checkpoints"):
+    jaxtyping.install_import_hook(_package, "beartype.beartype")
+
+import jax
+import numpy as np
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if jax.default_backend() == "gpu":
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; this process has none"))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
