@@ -1,0 +1,223 @@
+"""Reads GGUF files, single or split, through a memory map: a tensor at a time, decoded in bounded pieces."""
+
+import contextlib
+import mmap
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import ml_dtypes
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.formats.ggml import dequantize
+from checkpoints.gguf_header import Header, TensorEntry, parse_header
+from checkpoints.tensors import TensorInfo
+
+_CHUNK_ELEMENTS = 1 << 18
+"""Elements decoded at once: 1 MB of float32, which stays in a core's cache; larger pieces are slower."""
+
+_FLOATS = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
+_SPLIT_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+class _Part:
+    """One file: its header and its mapped bytes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < 24:
+                    raise CheckpointError(
+                        f"{path}: not a GGUF file: it has {size} bytes, a header alone has 24"
+                    )
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as e:
+            raise CheckpointError(f"{path}: cannot be opened: {e.strerror}") from e
+        self.header: Header = parse_header(self._map, str(path))
+        self.bytes: np.ndarray | None = np.frombuffer(self._map, np.uint8)
+
+    def release(self, start: int, stop: int) -> None:
+        """Drops the whole pages of a byte range from this process; the system may still cache them.
+
+        Mapped pages count as resident memory: without this a loader's peak would include the file it reads.
+        """
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = stop // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):  # Windows has no madvise
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
+
+    def close(self) -> None:
+        self.bytes = None
+        with contextlib.suppress(BufferError):  # views from read_blocks are alive; the map goes when they do
+            self._map.close()
+
+
+class GGUFFile:
+    """A GGUF model opened for reading (the `Checkpoint` protocol, plus `metadata` and packed access).
+
+    `path` may be any part of a split model; all parts are opened, and `metadata` is that of the first, as
+    Python scalars, strings and lists. Raises CheckpointError if a file is missing, damaged or not supported.
+    """
+
+    metadata: dict[str, Any]
+    paths: tuple[Path, ...]
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._parts = _open_parts(Path(path))
+        self.paths = tuple(part.path for part in self._parts)
+        self.metadata = self._parts[0].header.metadata
+        self._entries: dict[str, tuple[_Part, TensorEntry]] = {}
+        for part in self._parts:
+            for name, entry in part.header.entries.items():
+                if name in self._entries:
+                    raise CheckpointError(f"{part.path}: tensor {name!r} is in another part of the model too")
+                self._entries[name] = (part, entry)
+        expected = self.metadata.get("split.tensors.count", len(self._entries))
+        if len(self._parts) > 1 and expected != len(self._entries):
+            raise CheckpointError(
+                f"{self.paths[0]}: the parts hold {len(self._entries)} tensors but split.tensors.count is "
+                f"{expected}; they are not parts of one model"
+            )
+        self._tensors = MappingProxyType({name: entry.info for name, (_, entry) in self._entries.items()})
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """Returns a fresh array of the tensor, or of a contiguous range of its first axis.
+
+        Quantised types become float32; the others keep their dtype. Raises CheckpointError for an unknown
+        name or a range outside the tensor.
+        """
+        _, entry = self._find(name)
+        shape, _, _ = _locate(entry, rows)
+        out = np.empty(shape, np.float32 if entry.type.plain is None else entry.type.plain)
+        self.read_into(name, out, rows)
+        return out
+
+    def read_into(self, name: str, out: np.ndarray, rows: slice | None = None) -> None:
+        """Reads a tensor, or a range of its first axis, into `out`, rounding to its dtype piece by piece.
+
+        `out` is C-contiguous, of the range's shape, and float32, bfloat16, float16 or float64 (for integer
+        tensors: of the same dtype), else ValueError. Raises CheckpointError for an unknown name or a range
+        outside the tensor.
+        """
+        part, entry = self._find(name)
+        shape, start, stop = _locate(entry, rows)
+        plain = entry.type.plain
+        integer = plain is not None and plain not in _FLOATS
+        if (
+            out.shape != shape
+            or not out.flags.c_contiguous
+            or out.dtype not in ((plain,) if integer else _FLOATS)
+        ):
+            raise ValueError(
+                f"{name} ({entry.type.name}) reads into a C-contiguous array of "
+                f"{plain if integer else 'a floating dtype'} and shape {shape}, got {out.dtype} {out.shape}"
+            )
+        source = _mapped(part)[start:stop]
+        target = out.reshape(-1)
+        chunk = _CHUNK_ELEMENTS // entry.type.block_elements
+        for first in range(0, len(source) // entry.type.block_bytes, chunk):
+            packed = source[first * entry.type.block_bytes : (first + chunk) * entry.type.block_bytes]
+            values = dequantize(packed, entry.type.name) if plain is None else packed.view(plain)
+            begin = first * entry.type.block_elements
+            with np.errstate(
+                over="ignore", invalid="ignore"
+            ):  # out of float16's range is inf, as in every cast
+                np.copyto(target[begin : begin + len(values)], values, casting="unsafe")
+        part.release(start, stop)
+
+    def read_blocks(self, name: str) -> np.ndarray:
+        """Returns the stored bytes of a tensor, uint8 [..., bytes_per_row], as a read-only view of the file.
+
+        The shape is the tensor's with its last axis packed; `tensors[name].dtype` names the type, and
+        `formats.ggml.unpack` takes the bytes apart. A view stays valid after `close`.
+        """
+        part, entry = self._find(name)
+        packed = _mapped(part)[entry.offset : entry.offset + entry.info.nbytes]
+        return packed.reshape(*entry.info.shape[:-1], -1)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _find(self, name: str) -> tuple[_Part, TensorEntry]:
+        if name not in self._entries:
+            raise CheckpointError(
+                f"{self.paths[0]}: there is no tensor {name!r} among its {len(self._entries)}"
+            )
+        return self._entries[name]
+
+
+def _mapped(part: _Part) -> np.ndarray:
+    if part.bytes is None:
+        raise CheckpointError(f"{part.path}: the file has been closed; open it again to read more")
+    return part.bytes
+
+
+def _locate(entry: TensorEntry, rows: slice | None) -> tuple[tuple[int, ...], int, int]:
+    """Shape of a range of the first axis, file position of its first byte, and of the byte after its last."""
+    shape, type_ = entry.info.shape, entry.type
+    start, stop = 0, shape[0]
+    if rows is not None:
+        start = 0 if rows.start is None else rows.start
+        stop = shape[0] if rows.stop is None else rows.stop
+        if rows.step not in (None, 1) or not 0 <= start <= stop <= shape[0]:
+            raise CheckpointError(
+                f"tensor {entry.info.name!r} has {shape[0]} rows, which do not contain {rows}"
+            )
+    elements_per_row = int(np.prod(shape[1:], dtype=np.int64))
+    if start * elements_per_row % type_.block_elements or stop * elements_per_row % type_.block_elements:
+        raise CheckpointError(
+            f"tensor {entry.info.name!r} cannot be cut at {rows}: "
+            f"its {type_.name} blocks have {type_.block_elements} elements"
+        )
+    bytes_per_row = elements_per_row * type_.block_bytes
+    first = entry.offset + start * bytes_per_row // type_.block_elements
+    last = entry.offset + stop * bytes_per_row // type_.block_elements
+    return (stop - start, *shape[1:]), first, last
+
+
+def _open_parts(path: Path) -> list[_Part]:
+    """Opens the file, and if it is part of a split model, all the others, in order."""
+    opened = _Part(path)
+    count = opened.header.metadata.get("split.count", 1)
+    if type(count) is not int or count <= 1:
+        return [opened]
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None or int(match["count"]) != count:
+        raise CheckpointError(
+            f"{path}: one of {count} parts of a model; rename it back, to end in -NNNNN-of-{count:05}.gguf"
+        )
+    paths = [
+        path.with_name(f"{match['prefix']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)
+    ]
+    missing = [p.name for p in paths if not p.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of the {count} parts of this model are missing: {', '.join(missing[:5])}"
+            f"{', ...' if len(missing) > 5 else ''}; put them into the same folder"
+        )
+    parts = [opened if p == path else _Part(p) for p in paths]
+    for number, part in enumerate(parts):
+        found = (part.header.metadata.get("split.no"), part.header.metadata.get("split.count"))
+        if found != (number, count):
+            raise CheckpointError(
+                f"{part.path}: split.no and split.count are {found}, expected {(number, count)}; "
+                "it belongs to another model"
+            )
+    return parts
