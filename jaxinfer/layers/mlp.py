@@ -1,0 +1,35 @@
+"""The gated feed-forward block: down(act(gate(x)) * up(x))."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxinfer.layers.linear import linear
+
+
+def activate(gate: Float[Array, "*shape"], activation: str) -> Float[Array, "*shape"]:
+    """Applies `activation` (silu, gelu_tanh, gelu) in float32 and returns the input's dtype."""
+    gate32 = gate.astype(jnp.float32)
+    match activation:
+        case "silu":
+            result = jax.nn.silu(gate32)
+        case "gelu_tanh":
+            result = jax.nn.gelu(gate32, approximate=True)
+        case "gelu":
+            result = jax.nn.gelu(gate32, approximate=False)
+        case _:
+            raise ValueError(f"unknown activation {activation!r}; known: silu, gelu_tanh, gelu")
+    return result.astype(gate.dtype)
+
+
+def gated_mlp(
+    x: Float[Array, "*batch hidden"],
+    gate_up: Float[Array, "two_intermediate hidden"],
+    gate_up_bias: Float[Array, "two_intermediate"] | None,
+    down: Float[Array, "hidden intermediate"],
+    down_bias: Float[Array, "hidden"] | None,
+    activation: str,
+) -> Float[Array, "*batch hidden"]:
+    """`gate_up` holds the gate rows, then the up rows: one product instead of two."""
+    gate, up = jnp.split(linear(x, gate_up, gate_up_bias), 2, axis=-1)
+    return linear(activate(gate, activation) * up, down, down_bias)

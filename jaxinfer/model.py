@@ -1,0 +1,205 @@
+"""Model = config + params + tokenizer, and `load`, which makes one from any checkpoint jaxinfer reads."""
+
+import dataclasses
+import logging
+import os
+import pathlib
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from checkpoints import names, names_gguf
+from checkpoints.gguf import GGUFFile
+from checkpoints.names import TensorSource
+from checkpoints.pull import pull
+from checkpoints.safetensors import SafetensorsFolder, read_json
+from jaxinfer.config import ModelConfig
+from jaxinfer.config_gguf import from_gguf
+from jaxinfer.config_hf import from_hugging_face
+from jaxinfer.decoder import Params
+from jaxinfer.params import ReadInto, assemble, canonical_shapes, num_parameters, random_params
+from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+
+log = logging.getLogger("jaxinfer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A loaded model. `tokenizer` is None for a checkpoint that has none: token ids in, token ids out."""
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    dtype: jnp.dtype
+    name: str
+
+    @property
+    def num_parameters(self) -> int:
+        return num_parameters(self.config)
+
+
+def default_dtype() -> jnp.dtype:
+    """bfloat16 on a GPU, float32 on a CPU."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def load(
+    path_or_name: str | os.PathLike[str],
+    *,
+    dtype: jnp.dtype | type | str | None = None,
+    random_weights: int | None = None,
+    progress: bool = True,
+) -> Model:
+    """Loads a model from a Hugging Face folder, a .gguf file, or a name or repo id that `jaxinfer.pull` knows.
+
+    `dtype` is that of the weights (default: bfloat16 on a GPU, float32 on a CPU). `random_weights=seed` reads only the
+    configuration and makes random weights of that shape on the device, for benchmarks. Raises CheckpointError or
+    ValueError, naming the file and the remedy, before anything large is allocated.
+    """
+    weights_dtype = _weights_dtype(dtype)
+    path = _resolve(path_or_name)
+    name = os.fspath(path_or_name)
+    if path.is_dir():
+        return _load_folder(path, name, weights_dtype, random_weights, progress)
+    return _load_gguf(path, name, weights_dtype, random_weights, progress)
+
+
+def _weights_dtype(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
+    if dtype is None:
+        return default_dtype()
+    try:
+        resolved = jnp.dtype(dtype)
+    except TypeError:
+        resolved = None
+    if resolved not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        raise ValueError(f"dtype={dtype!r}: weights can be float32, bfloat16 or float16")
+    return resolved
+
+
+def _resolve(path_or_name: str | os.PathLike[str]) -> pathlib.Path:
+    """The folder or .gguf file that was meant; names that are no path are pulled."""
+    path = pathlib.Path(path_or_name).expanduser()
+    if not path.exists():
+        text = os.fspath(path_or_name)
+        looks_like_path = path.is_absolute() or text.startswith((".", "~")) or path.suffix or text.count("/") > 1
+        if looks_like_path:
+            raise FileNotFoundError(f"{text}: no such file or folder")
+        path = pull(text)
+    if path.is_dir() and not (path / "config.json").exists():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) != 1:
+            listed = ", ".join(file.name for file in ggufs) or "no .gguf file either"
+            raise FileNotFoundError(
+                f"{path}: no config.json in this folder ({listed}); "
+                "give a Hugging Face model folder or the path of one .gguf file"
+            )
+        path = ggufs[0]
+    if path.is_file() and path.suffix != ".gguf":
+        raise ValueError(f"{path}: not a .gguf file; give a .gguf file or the folder that holds config.json")
+    return path
+
+
+def _load_folder(
+    path: pathlib.Path, name: str, dtype: jnp.dtype, random_weights: int | None, progress: bool
+) -> Model:
+    hf_config = read_json(path, "config.json")
+    generation_config = read_json(path, "generation_config.json") if (path / "generation_config.json").exists() else None
+    tokenizer = tokenizer_from_folder(path)
+    config = from_hugging_face(
+        hf_config,
+        generation_config,
+        num_tokens=None if tokenizer is None else tokenizer.num_tokens,
+        extra_eos=() if tokenizer is None else tokenizer.eos_token_ids,
+    )
+    if random_weights is not None:
+        return Model(config, random_params(config, dtype, random_weights), tokenizer, dtype, name)
+    checkpoint = SafetensorsFolder(path)
+    try:
+        sources, skipped = names.hugging_face_sources(config.model_type, available=checkpoint.tensors, **_sizes(config))
+        params = _read_params(config, checkpoint, sources, skipped, dtype, name, progress)
+    finally:
+        checkpoint.close()
+    return Model(config, params, tokenizer, dtype, name)
+
+
+def _load_gguf(
+    path: pathlib.Path, name: str, dtype: jnp.dtype, random_weights: int | None, progress: bool
+) -> Model:
+    checkpoint = GGUFFile(path)
+    try:
+        config = from_gguf(checkpoint.metadata, checkpoint.tensors, checkpoint.read)
+        tokenizer = tokenizer_from_gguf(checkpoint.metadata)
+        if tokenizer is not None:
+            eos = tuple(sorted({*config.eos_token_ids, *tokenizer.eos_token_ids}))
+            config = dataclasses.replace(config, eos_token_ids=eos, num_tokens=min(config.vocab_size, tokenizer.num_tokens))
+        if random_weights is not None:
+            return Model(config, random_params(config, dtype, random_weights), tokenizer, dtype, name)
+        sources, skipped = names_gguf.gguf_sources(
+            checkpoint.metadata["general.architecture"],
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            available=checkpoint.tensors,
+            **_sizes(config),
+        )
+        params = _read_params(config, checkpoint, sources, skipped, dtype, name, progress)
+    finally:
+        checkpoint.close()
+    return Model(config, params, tokenizer, dtype, name)
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    return {
+        "num_layers": config.num_layers,
+        "q_rows": config.num_heads * config.head_dim,
+        "kv_rows": config.num_kv_heads * config.head_dim,
+        "intermediate_size": config.intermediate_size,
+    }
+
+
+def _read_params(
+    config: ModelConfig,
+    checkpoint: SafetensorsFolder | GGUFFile,
+    sources: Mapping[str, TensorSource],
+    skipped: Mapping[str, str],
+    dtype: jnp.dtype,
+    name: str,
+    progress: bool,
+) -> Params:
+    """Checks that tensors and parameters match one to one, then reads them."""
+    sources, skipped = dict(sources), dict(skipped)
+    if config.tie_word_embeddings and "lm_head.weight" in sources:
+        head = sources.pop("lm_head.weight")
+        skipped[head.name] = "the configuration ties the head to the embedding"
+        if not _same_rows(checkpoint, head.name, sources["embed_tokens.weight"].name):
+            log.warning("%s: %s differs from the embedding but tie_word_embeddings is set; it is ignored", name, head.name)
+    shapes = canonical_shapes(config)
+    names.check_complete(shapes, sources, checkpoint.tensors, skipped)
+    total = sum(int(np.prod(shape)) for shape in shapes.values()) * dtype.itemsize
+    with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not progress, leave=False) as bar:
+        return assemble(config, dtype, _reader(checkpoint, sources), bar.update)
+
+
+def _reader(checkpoint: SafetensorsFolder | GGUFFile, sources: Mapping[str, TensorSource]) -> ReadInto:
+    def read_into(name: str, out: np.ndarray) -> None:
+        source = sources[name]
+        rows = None if source.rows is None else slice(*source.rows)
+        checkpoint.read_into(source.name, out, rows)
+        if source.unpermute_heads is not None:
+            out[...] = names_gguf.unpermute_rows(out, source.unpermute_heads)
+
+    return read_into
+
+
+def _same_rows(checkpoint: SafetensorsFolder | GGUFFile, first: str, second: str, rows_at_once: int = 4096) -> bool:
+    """Whether two tensors are equal, read a few rows at a time."""
+    shape = checkpoint.tensors[first].shape
+    if shape != checkpoint.tensors[second].shape:
+        return False
+    for start in range(0, shape[0], rows_at_once):
+        rows = slice(start, min(start + rows_at_once, shape[0]))
+        if not np.array_equal(checkpoint.read(first, rows), checkpoint.read(second, rows)):
+            return False
+    return True

@@ -1,0 +1,162 @@
+"""From canonical checkpoint tensors to `Params`: which tensors a config asks for, how they are joined, random ones."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import LayerParams, Params
+
+type ReadInto = Callable[[str, np.ndarray], None]
+"""Fills an array with the canonical tensor of that name, converting to the array's dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One leaf of `Params`: the canonical tensors whose rows it joins, its shape, and whether it is a norm weight."""
+
+    sources: tuple[str, ...]
+    rows: tuple[int, ...]
+    columns: int | None
+    is_norm: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(self.rows),) if self.columns is None else (sum(self.rows), self.columns)
+
+
+def layer_specs(config: ModelConfig, index: int) -> dict[str, ParamSpec]:
+    """Fields of `LayerParams` that layer `index` has."""
+    hidden, ff = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def spec(parts: dict[str, int], columns: int | None, suffix: str, is_norm: bool = False) -> ParamSpec:
+        names = tuple(f"layers.{index}.{part}.{suffix}" for part in parts)
+        return ParamSpec(names, tuple(parts.values()), columns, is_norm)
+
+    def norm(name: str, size: int = hidden) -> ParamSpec:
+        return spec({name: size}, None, "weight", is_norm=True)
+
+    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    gate_up = {"gate_proj": ff, "up_proj": ff}
+    specs = {
+        "qkv": spec(qkv, hidden, "weight"),
+        "o": spec({"o_proj": hidden}, q_size, "weight"),
+        "gate_up": spec(gate_up, hidden, "weight"),
+        "down": spec({"down_proj": hidden}, ff, "weight"),
+    }
+    if config.qkv_bias:
+        specs["qkv_bias"] = spec(qkv, None, "bias")
+    if config.output_bias:
+        specs["o_bias"] = spec({"o_proj": hidden}, None, "bias")
+    if config.mlp_bias:
+        specs["gate_up_bias"] = spec(gate_up, None, "bias")
+        specs["down_bias"] = spec({"down_proj": hidden}, None, "bias")
+    if config.pre_norms:
+        specs |= {"attn_norm": norm("attn_norm"), "mlp_norm": norm("mlp_norm")}
+    if config.post_norms:
+        specs |= {"attn_post_norm": norm("attn_post_norm"), "mlp_post_norm": norm("mlp_post_norm")}
+    if config.qk_norm != "none":
+        full = config.qk_norm == "full"
+        specs["q_norm"] = norm("q_norm", q_size if full else config.head_dim)
+        specs["k_norm"] = norm("k_norm", kv_size if full else config.head_dim)
+    return specs
+
+
+def top_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """Fields of `Params` outside the layers."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    specs = {
+        "embed_tokens": ParamSpec(("embed_tokens.weight",), (vocab,), hidden),
+        "norm": ParamSpec(("norm.weight",), (hidden,), None, is_norm=True),
+    }
+    if not config.tie_word_embeddings:
+        specs["lm_head"] = ParamSpec(("lm_head.weight",), (vocab,), hidden)
+    return specs
+
+
+def _all_specs(config: ModelConfig) -> Iterator[ParamSpec]:
+    yield from top_specs(config).values()
+    for index in range(config.num_layers):
+        yield from layer_specs(config, index).values()
+
+
+def canonical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every canonical tensor a checkpoint of this config must hold, with its shape."""
+    shapes = {}
+    for spec in _all_specs(config):
+        for name, rows in zip(spec.sources, spec.rows, strict=True):
+            shapes[name] = (rows,) if spec.columns is None else (rows, spec.columns)
+    return shapes
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Number of weights, a tied head counted once."""
+    return sum(int(np.prod(spec.shape)) for spec in _all_specs(config))
+
+
+def _build(config: ModelConfig, make: Callable[[ParamSpec], jax.Array]) -> Params:
+    layers = [
+        LayerParams(**{field: make(spec) for field, spec in layer_specs(config, index).items()})
+        for index in range(config.num_layers)
+    ]
+    return Params(layers=layers, **{field: make(spec) for field, spec in top_specs(config).items()})
+
+
+def assemble(
+    config: ModelConfig, dtype: jnp.dtype | type, read_into: ReadInto, on_progress: Callable[[int], None] | None = None
+) -> Params:
+    """Reads every tensor of `config` and puts it on the default device, joining q, k, v and gate, up.
+
+    One array at a time is built on the host, in its final dtype, and handed over before the next is read: host memory
+    never holds more than one tensor beyond what the device (or, on a CPU, the model) holds. `on_progress` is told the
+    bytes of each finished array.
+    """
+    cpu = jax.default_backend() == "cpu"
+
+    def make(spec: ParamSpec) -> jax.Array:
+        host = np.empty(spec.shape, np.float32 if spec.is_norm else dtype)
+        start = 0
+        for name, rows in zip(spec.sources, spec.rows, strict=True):
+            read_into(name, host[start : start + rows])
+            start += rows
+        if spec.is_norm and config.norm_offset:
+            host += np.float32(config.norm_offset)
+        array = jnp.asarray(host) if cpu else jax.device_put(host)
+        array.block_until_ready()
+        if on_progress is not None:
+            on_progress(host.nbytes)
+        return array
+
+    return _build(config, make)
+
+
+def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int) -> Params:
+    """Weights of the right shapes made on the device: uniform with standard deviation 0.02, norms 1.
+
+    For benchmarks: no file is read and nothing passes through the host.
+    """
+    key = jax.random.key(seed)
+    programs: dict[tuple[int, ...], Callable] = {}
+
+    def uniform(shape: tuple[int, ...]) -> Callable:
+        if shape not in programs:
+            # Drawn as 16-bit integers: 4 bytes of scratch a weight instead of the 12 that a float32 draw takes.
+            def draw(key: jax.Array) -> jax.Array:
+                bits = jax.random.bits(key, shape, jnp.uint16).astype(jnp.float32)
+                return ((bits - 32767.5) * (0.02 * 3**0.5 / 32768)).astype(dtype)
+
+            programs[shape] = jax.jit(draw)
+        return programs[shape]
+
+    counter = iter(range(1 << 30))
+
+    def make(spec: ParamSpec) -> jax.Array:
+        if spec.is_norm:
+            return jnp.ones(spec.shape, jnp.float32)
+        return uniform(spec.shape)(jax.random.fold_in(key, next(counter)))
+
+    return _build(config, make)

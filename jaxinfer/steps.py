@@ -1,0 +1,110 @@
+"""The jitted programs: prefill, decode and verify. Pure functions; the cache is donated and updated in place.
+
+Each is compiled once for each combination of shapes and static arguments. Padding is harmless everywhere: a padded
+token writes to the scratch page and is masked in attention; a padded row gives logits that nobody reads.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxinfer import decoder
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import Params
+from jaxinfer.kv_cache import PagedKVCache
+
+
+def prefill_positions(
+    lengths: Int32[Array, "batch"], starts: Int32[Array, "batch"], num_tokens: int
+) -> Int32[Array, "batch tokens"]:
+    """Positions of a chunk padded at its end: starts + 0, 1, ... for the first `lengths` tokens, then -1."""
+    offsets = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+    return jnp.where(offsets < lengths[:, None], starts[:, None] + offsets, jnp.int32(-1))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "from_empty"), donate_argnames="cache")
+def prefill(
+    params: Params,
+    cache: PagedKVCache,
+    tokens: Int32[Array, "batch tokens"],
+    lengths: Int32[Array, "batch"],
+    starts: Int32[Array, "batch"],
+    page_table: Int32[Array, "batch pages"],
+    *,
+    config: ModelConfig,
+    context_lengths: Int32[Array, "batch"] | None = None,
+    from_empty: bool = False,
+) -> tuple[Float[Array, "batch vocab"], PagedKVCache]:
+    """Processes a chunk of each row's prompt and returns float32 logits of its last real token.
+
+    Row b holds `lengths[b]` real tokens, then padding; its first token sits at position `starts[b]`, and positions
+    before that are in the cache already. `from_empty=True` promises that all starts are 0: attention then reads the
+    chunk itself instead of the pages. A row of length 0 is padding and gives logits of no meaning.
+    """
+    positions = prefill_positions(lengths, starts, tokens.shape[1])
+    hidden, cache = _forward(params, cache, tokens, positions, page_table, config, context_lengths, from_empty)
+    last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    return decoder.logits(params, last, config), cache
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def decode(
+    params: Params,
+    cache: PagedKVCache,
+    tokens: Int32[Array, "batch"],
+    positions: Int32[Array, "batch"],
+    page_table: Int32[Array, "batch pages"],
+    *,
+    config: ModelConfig,
+    context_lengths: Int32[Array, "batch"] | None = None,
+) -> tuple[Float[Array, "batch vocab"], PagedKVCache]:
+    """Appends one token a row, at `positions[b]` (-1: the row is idle), and returns float32 logits of the next."""
+    hidden, cache = _forward(
+        params, cache, tokens[:, None], positions[:, None], page_table, config, context_lengths, False
+    )
+    return decoder.logits(params, hidden[:, 0], config), cache
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def verify(
+    params: Params,
+    cache: PagedKVCache,
+    tokens: Int32[Array, "batch drafted"],
+    positions: Int32[Array, "batch"],
+    page_table: Int32[Array, "batch pages"],
+    *,
+    config: ModelConfig,
+    context_lengths: Int32[Array, "batch"] | None = None,
+) -> tuple[Float[Array, "batch drafted vocab"], PagedKVCache]:
+    """Appends several tokens a row, the first at `positions[b]` (-1: idle), and returns float32 logits after each."""
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    token_positions = jnp.where(positions[:, None] >= 0, positions[:, None] + offsets, jnp.int32(-1))
+    hidden, cache = _forward(params, cache, tokens, token_positions, page_table, config, context_lengths, False)
+    return decoder.logits(params, hidden, config), cache
+
+
+def _forward(params, cache, tokens, positions, page_table, config, context_lengths, from_empty):
+    hidden, cache = decoder.forward(
+        params,
+        tokens,
+        positions,
+        cache,
+        page_table,
+        config=config,
+        context_lengths=context_lengths,
+        from_empty=from_empty,
+    )
+    assert cache is not None
+    return hidden, cache
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def full_logits(
+    params: Params, tokens: Int32[Array, "batch tokens"], lengths: Int32[Array, "batch"], *, config: ModelConfig
+) -> Float[Array, "batch tokens vocab"]:
+    """Teacher-forced float32 logits at every position, with no cache. Rows are padded at their end to one length."""
+    positions = prefill_positions(lengths, jnp.zeros_like(lengths), tokens.shape[1])
+    hidden, _ = decoder.forward(params, tokens, positions, None, None, config=config, from_empty=True)
+    return decoder.logits(params, hidden, config)
