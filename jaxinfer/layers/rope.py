@@ -1,8 +1,8 @@
 """Rotary position embeddings: frequencies of every scaling rule, cos and sin tables, and the rotation itself.
 
 Angles are computed in fixed-point turns, not in float32 radians. At position 131071 a float32 product is off
-by up to 0.008 rad, and a bfloat16 one is noise from position 256 on; the fixed-point product drops whole turns
-exactly, is good to 1e-6 rad, and spares the GPU the slow path of sin and cos for large arguments.
+by up to 0.008 rad, and a bfloat16 one is noise from position 256 on; the fixed-point product drops whole
+turns exactly, is good to 1e-6 rad, and spares the GPU the slow path of sin and cos for large arguments.
 """
 
 import math
@@ -36,9 +36,9 @@ def rope_tables(
     """Cos and sin of every token's angles, times the attention factor, in float32 whatever the model's dtype.
 
     `positions` are from 0 to `MAX_POSITIONS` - 1, which is 1,048,575. `context_lengths` is the longest length
-    each row will reach, the same in every step of a row's life: keys already in the cache were rotated for it.
-    It chooses between the short and long factors of `longrope` and sets the base of `dynamic`; the other kinds
-    do not depend on it.
+    each row will reach, the same in every step of its life: keys already in the cache were rotated for it.
+    It chooses between the short and long factors of `longrope` and sets the base of `dynamic`; the other
+    kinds do not depend on it.
     """
     with jax.named_scope("rope_tables"):
         high, low = _row_turns(rope, context_lengths)
@@ -88,7 +88,7 @@ def _row_turns(
         )
         return high, low
     if rope.kind == "dynamic":
-        # The base depends on a traced length, so these frequencies have float32's 24 bits, all in the high word.
+        # The base depends on a traced length, so these have float32's 24 bits, all in the high word.
         exponents = np.arange(0, rope.rotary_dim, 2) / (rope.rotary_dim - 2)
         lengths = jnp.maximum(context_lengths, rope.original_max_position_embeddings).astype(jnp.float32)
         growth = lengths * (rope.factor / rope.original_max_position_embeddings) - (rope.factor - 1)
@@ -138,7 +138,7 @@ def _frequencies(rope: RopeConfig, context_length: int) -> np.ndarray:
 
 
 def _yarn_kept(rope: RopeConfig) -> np.ndarray:
-    """How much of each frequency YaRN leaves alone (arXiv 2309.00071, section 3.2); the rest is interpolated."""
+    """The share of each frequency that YaRN leaves alone, the rest it interpolates (arXiv 2309.00071)."""
     dim = rope.rotary_dim
 
     def dimension_that_turns(times: float) -> float:
