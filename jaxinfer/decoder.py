@@ -83,7 +83,11 @@ def attention_block(
     if cache is not None:
         assert page_table is not None
         cache = kv_cache.append(cache, layer, k, v, positions, page_table)
-    options = {"scale": config.attention_scale, "window": layer_config.window, "softcap": config.attention_softcap}
+    options = {
+        "scale": config.attention_scale,
+        "window": layer_config.window,
+        "softcap": config.attention_softcap,
+    }
     if from_empty:
         out = self_attention(q, k, v, positions, **options)
     else:
@@ -95,7 +99,7 @@ def attention_block(
 def add_residual(
     x: Float[Array, "batch tokens hidden"],
     branch: Float[Array, "batch tokens hidden"],
-    post_norm: Float[Array, "hidden"] | None,
+    post_norm: Float[Array, " hidden"] | None,
     config: ModelConfig,
 ) -> Float[Array, "batch tokens hidden"]:
     """x + multiplier * norm(branch); norm and multiplier only where the family has them."""
@@ -114,7 +118,7 @@ def forward(
     page_table: Int32[Array, "batch pages"] | None,
     *,
     config: ModelConfig,
-    context_lengths: Int32[Array, "batch"] | None = None,
+    context_lengths: Int32[Array, " batch"] | None = None,
     from_empty: bool = False,
 ) -> tuple[Float[Array, "batch tokens hidden"], PagedKVCache | None]:
     """Runs `tokens` through all layers and returns normalised hidden states and the updated cache.
@@ -136,7 +140,9 @@ def forward(
     x = embed(tokens, params.embed_tokens, config)
     for index, (layer, layer_config) in enumerate(zip(params.layers, config.layers, strict=True)):
         with jax.named_scope(f"layer_{index}"):
-            x, cache = decoder_layer(layer, x, cache, index, positions, page_table, tables, layer_config, config, from_empty)
+            x, cache = decoder_layer(
+                layer, x, cache, index, positions, page_table, tables, layer_config, config, from_empty
+            )
     return rms_norm(x, params.norm, config.norm_eps), cache
 
 
@@ -164,9 +170,7 @@ def decoder_layer(
         return add_residual(x, branch, params.mlp_post_norm, config), cache
 
 
-def logits(
-    params: Params, hidden: Float[Array, "*batch hidden"], config: ModelConfig
-) -> Float[Array, "*batch vocab"]:
+def logits(params: Params, hidden: Float[Array, "*batch hidden"], config: ModelConfig) -> Float[Array, "*batch vocab"]:
     """float32 logits of the hidden states that `forward` returned."""
     weight = params.embed_tokens if params.lm_head is None else params.lm_head
     return head(hidden, weight, config)

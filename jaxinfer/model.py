@@ -102,11 +102,11 @@ def _resolve(path_or_name: str | os.PathLike[str]) -> pathlib.Path:
     return path
 
 
-def _load_folder(
-    path: pathlib.Path, name: str, dtype: jnp.dtype, random_weights: int | None, progress: bool
-) -> Model:
+def _load_folder(path: pathlib.Path, name: str, dtype: jnp.dtype, random_weights: int | None, progress: bool) -> Model:
     hf_config = read_json(path, "config.json")
-    generation_config = read_json(path, "generation_config.json") if (path / "generation_config.json").exists() else None
+    generation_config = (
+        read_json(path, "generation_config.json") if (path / "generation_config.json").exists() else None
+    )
     tokenizer = tokenizer_from_folder(path)
     config = from_hugging_face(
         hf_config,
@@ -125,16 +125,16 @@ def _load_folder(
     return Model(config, params, tokenizer, dtype, name)
 
 
-def _load_gguf(
-    path: pathlib.Path, name: str, dtype: jnp.dtype, random_weights: int | None, progress: bool
-) -> Model:
+def _load_gguf(path: pathlib.Path, name: str, dtype: jnp.dtype, random_weights: int | None, progress: bool) -> Model:
     checkpoint = GGUFFile(path)
     try:
         config = from_gguf(checkpoint.metadata, checkpoint.tensors, checkpoint.read)
         tokenizer = tokenizer_from_gguf(checkpoint.metadata)
         if tokenizer is not None:
             eos = tuple(sorted({*config.eos_token_ids, *tokenizer.eos_token_ids}))
-            config = dataclasses.replace(config, eos_token_ids=eos, num_tokens=min(config.vocab_size, tokenizer.num_tokens))
+            config = dataclasses.replace(
+                config, eos_token_ids=eos, num_tokens=min(config.vocab_size, tokenizer.num_tokens)
+            )
         if random_weights is not None:
             return Model(config, random_params(config, dtype, random_weights), tokenizer, dtype, name)
         sources, skipped = names_gguf.gguf_sources(
@@ -174,7 +174,11 @@ def _read_params(
         head = sources.pop("lm_head.weight")
         skipped[head.name] = "the configuration ties the head to the embedding"
         if not _same_rows(checkpoint, head.name, sources["embed_tokens.weight"].name):
-            log.warning("%s: %s differs from the embedding but tie_word_embeddings is set; it is ignored", name, head.name)
+            log.warning(
+                "%s: %s differs from the embedding but tie_word_embeddings is set; it is ignored",
+                name,
+                head.name,
+            )
     shapes = canonical_shapes(config)
     names.check_complete(shapes, sources, checkpoint.tensors, skipped)
     total = sum(int(np.prod(shape)) for shape in shapes.values()) * dtype.itemsize

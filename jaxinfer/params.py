@@ -107,7 +107,10 @@ def _build(config: ModelConfig, make: Callable[[ParamSpec], jax.Array]) -> Param
 
 
 def assemble(
-    config: ModelConfig, dtype: jnp.dtype | type, read_into: ReadInto, on_progress: Callable[[int], None] | None = None
+    config: ModelConfig,
+    dtype: jnp.dtype | type,
+    read_into: ReadInto,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Params:
     """Reads every tensor of `config` and puts it on the default device, joining q, k, v and gate, up.
 

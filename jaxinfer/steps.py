@@ -14,10 +14,11 @@ from jaxinfer import decoder
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.kv_cache import PagedKVCache
+from jaxinfer.sampling_logprobs import TokenLogprobs, token_logprobs
 
 
 def prefill_positions(
-    lengths: Int32[Array, "batch"], starts: Int32[Array, "batch"], num_tokens: int
+    lengths: Int32[Array, " batch"], starts: Int32[Array, " batch"], num_tokens: int
 ) -> Int32[Array, "batch tokens"]:
     """Positions of a chunk padded at its end: starts + 0, 1, ... for the first `lengths` tokens, then -1."""
     offsets = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
@@ -29,12 +30,12 @@ def prefill(
     params: Params,
     cache: PagedKVCache,
     tokens: Int32[Array, "batch tokens"],
-    lengths: Int32[Array, "batch"],
-    starts: Int32[Array, "batch"],
+    lengths: Int32[Array, " batch"],
+    starts: Int32[Array, " batch"],
     page_table: Int32[Array, "batch pages"],
     *,
     config: ModelConfig,
-    context_lengths: Int32[Array, "batch"] | None = None,
+    context_lengths: Int32[Array, " batch"] | None = None,
     from_empty: bool = False,
 ) -> tuple[Float[Array, "batch vocab"], PagedKVCache]:
     """Processes a chunk of each row's prompt and returns float32 logits of its last real token.
@@ -49,16 +50,51 @@ def prefill(
     return decoder.logits(params, last, config), cache
 
 
+@functools.partial(jax.jit, static_argnames=("num_logprobs", "config", "from_empty"), donate_argnames="cache")
+def prefill_scored(
+    params: Params,
+    cache: PagedKVCache,
+    tokens: Int32[Array, "batch tokens"],
+    lengths: Int32[Array, " batch"],
+    starts: Int32[Array, " batch"],
+    page_table: Int32[Array, "batch pages"],
+    targets: Int32[Array, "batch tokens"],
+    *,
+    num_logprobs: int,
+    config: ModelConfig,
+    context_lengths: Int32[Array, " batch"] | None = None,
+    from_empty: bool = False,
+) -> tuple[Float[Array, "batch vocab"], TokenLogprobs, PagedKVCache]:
+    """`prefill` that also scores `targets[b, t]` as the successor of `tokens[b, t]`.
+
+    The head runs over 64 positions at a time: logits of all positions never exist at once.
+    """
+    positions = prefill_positions(lengths, starts, tokens.shape[1])
+    hidden, cache = _forward(params, cache, tokens, positions, page_table, config, context_lengths, from_empty)
+    last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+
+    def score(block: tuple[jax.Array, jax.Array]) -> TokenLogprobs:
+        block_hidden, block_targets = block
+        block_logits = decoder.logits(params, block_hidden, config)
+        return token_logprobs(block_logits, block_targets, num_logprobs, config.num_tokens)
+
+    rows, width = hidden.shape[0] * hidden.shape[1], min(64, hidden.shape[0] * hidden.shape[1])
+    blocks = (hidden.reshape(rows // width, width, -1), targets.reshape(rows // width, width))
+    scores = jax.lax.map(score, blocks)
+    scores = jax.tree.map(lambda leaf: leaf.reshape(*tokens.shape, *leaf.shape[2:]), scores)
+    return decoder.logits(params, last, config), scores, cache
+
+
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def decode(
     params: Params,
     cache: PagedKVCache,
-    tokens: Int32[Array, "batch"],
-    positions: Int32[Array, "batch"],
+    tokens: Int32[Array, " batch"],
+    positions: Int32[Array, " batch"],
     page_table: Int32[Array, "batch pages"],
     *,
     config: ModelConfig,
-    context_lengths: Int32[Array, "batch"] | None = None,
+    context_lengths: Int32[Array, " batch"] | None = None,
 ) -> tuple[Float[Array, "batch vocab"], PagedKVCache]:
     """Appends one token a row, at `positions[b]` (-1: the row is idle), and returns float32 logits of the next."""
     hidden, cache = _forward(
@@ -72,11 +108,11 @@ def verify(
     params: Params,
     cache: PagedKVCache,
     tokens: Int32[Array, "batch drafted"],
-    positions: Int32[Array, "batch"],
+    positions: Int32[Array, " batch"],
     page_table: Int32[Array, "batch pages"],
     *,
     config: ModelConfig,
-    context_lengths: Int32[Array, "batch"] | None = None,
+    context_lengths: Int32[Array, " batch"] | None = None,
 ) -> tuple[Float[Array, "batch drafted vocab"], PagedKVCache]:
     """Appends several tokens a row, the first at `positions[b]` (-1: idle), and returns float32 logits after each."""
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -102,7 +138,11 @@ def _forward(params, cache, tokens, positions, page_table, config, context_lengt
 
 @functools.partial(jax.jit, static_argnames="config")
 def full_logits(
-    params: Params, tokens: Int32[Array, "batch tokens"], lengths: Int32[Array, "batch"], *, config: ModelConfig
+    params: Params,
+    tokens: Int32[Array, "batch tokens"],
+    lengths: Int32[Array, " batch"],
+    *,
+    config: ModelConfig,
 ) -> Float[Array, "batch tokens vocab"]:
     """Teacher-forced float32 logits at every position, with no cache. Rows are padded at their end to one length."""
     positions = prefill_positions(lengths, jnp.zeros_like(lengths), tokens.shape[1])

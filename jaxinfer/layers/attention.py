@@ -89,7 +89,9 @@ def paged_attention(
     batch, pages = page_table.shape
     _, kv_heads, page_size, head_dim = key_pages.shape
     last = jnp.max(positions, axis=1)
-    key_positions = jnp.broadcast_to(jnp.arange(pages * page_size, dtype=jnp.int32)[None, :], (batch, pages * page_size))
+    key_positions = jnp.broadcast_to(
+        jnp.arange(pages * page_size, dtype=jnp.int32)[None, :], (batch, pages * page_size)
+    )
     written = key_positions <= last[:, None]
 
     def gather(pool: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 def linear(
     x: Float[Array, "*batch in_features"],
     weight: Float[Array, "out_features in_features"],
-    bias: Float[Array, "out_features"] | None = None,
+    bias: Float[Array, " out_features"] | None = None,
     *,
     out_dtype: jnp.dtype | type | None = None,
 ) -> Float[Array, "*batch out_features"]:

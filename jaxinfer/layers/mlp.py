@@ -25,9 +25,9 @@ def activate(gate: Float[Array, "*shape"], activation: str) -> Float[Array, "*sh
 def gated_mlp(
     x: Float[Array, "*batch hidden"],
     gate_up: Float[Array, "two_intermediate hidden"],
-    gate_up_bias: Float[Array, "two_intermediate"] | None,
+    gate_up_bias: Float[Array, " two_intermediate"] | None,
     down: Float[Array, "hidden intermediate"],
-    down_bias: Float[Array, "hidden"] | None,
+    down_bias: Float[Array, " hidden"] | None,
     activation: str,
 ) -> Float[Array, "*batch hidden"]:
     """`gate_up` holds the gate rows, then the up rows: one product instead of two."""

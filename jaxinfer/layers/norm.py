@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(
-    x: Float[Array, "*batch features"], weight: Float[Array, "features"], eps: float
+    x: Float[Array, "*batch features"], weight: Float[Array, " features"], eps: float
 ) -> Float[Array, "*batch features"]:
     """Divides by the root of the mean square over the last axis and multiplies by `weight`; result in x's dtype.
 

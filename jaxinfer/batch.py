@@ -1,0 +1,250 @@
+"""Runs one batch of requests from prompts to last tokens: prefill in groups, then decode chunk after chunk."""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer import kv_cache, steps
+from jaxinfer.loop import DecodedChunk, DecodeState, decode_chunk, first_token
+from jaxinfer.model import Model
+from jaxinfer.outputs import Delta
+from jaxinfer.request import Request
+from jaxinfer.sampling import build_sampling_state
+from jaxinfer.sampling_logprobs import Logprob, TokenLogprobs, logprob_tables
+
+PAGE_SIZE = 16
+MIN_PREFILL = 64
+"""Shortest prefill bucket; cuDNN attention needs multiples of 64."""
+MIN_PAGES = 16
+"""Narrowest page table, so that short sequences share one decode program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How work is cut into programs. Tokens per prefill call bound its activations; the chunk bounds how stale the
+    host's knowledge (and a stream's text) can be, against one dispatch for each chunk."""
+
+    prefill_chunk: int
+    prefill_tokens: int
+    decode_chunk: int
+
+    @classmethod
+    def default(cls) -> "Limits":
+        if jax.default_backend() == "cpu":
+            return cls(prefill_chunk=512, prefill_tokens=1024, decode_chunk=4)
+        return cls(prefill_chunk=2048, prefill_tokens=16384, decode_chunk=16)
+
+
+def bucket(value: int, smallest: int = 1) -> int:
+    """The smallest power-of-two multiple of `smallest` that is at least `value`."""
+    size = smallest
+    while size < value:
+        size *= 2
+    return size
+
+
+def pages_for(num_tokens: int) -> int:
+    """Width of the page table that holds `num_tokens` tokens a row."""
+    return bucket(-(-num_tokens // PAGE_SIZE), MIN_PAGES)
+
+
+def cache_tokens(request: Request) -> int:
+    """Places in the cache that a request needs at most: its last token is never appended."""
+    return len(request.prompt) + request.max_tokens - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillGroup:
+    """Rows whose prompts go through prefill together, in chunks of `chunk` tokens."""
+
+    rows: tuple[int, ...]
+    chunk: int
+
+
+def plan_prefill(lengths: Sequence[int], limits: Limits) -> list[PrefillGroup]:
+    """Groups rows of similar length so that a call has at most `prefill_tokens` tokens, padding included."""
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    groups: list[PrefillGroup] = []
+    while order:
+        chunk = bucket(min(lengths[order[0]], limits.prefill_chunk), MIN_PREFILL)
+        # Half the padded size at most is padding: a row that fits a smaller bucket starts a group of its own.
+        alike = [row for row in order if bucket(min(lengths[row], limits.prefill_chunk), MIN_PREFILL) == chunk]
+        size = max(1, limits.prefill_tokens // chunk)
+        taken = alike[: 1 << (size.bit_length() - 1)]
+        groups.append(PrefillGroup(tuple(taken), chunk))
+        order = [row for row in order if row not in set(taken)]
+    return groups
+
+
+class Batch:
+    """The device state of one batch: cache, page table, decode state. Row r owns pages 1 + r * width onwards."""
+
+    def __init__(self, model: Model, requests: Sequence[Request], limits: Limits) -> None:
+        self.model, self.requests, self.limits = model, list(requests), limits
+        self.size = bucket(len(requests))
+        width = pages_for(max(cache_tokens(request) for request in requests))
+        self.cache = kv_cache.create(model.config, 1 + self.size * width, PAGE_SIZE, model.dtype)
+        self.page_table = np.zeros((self.size, width), np.int32)
+        for row in range(len(requests)):
+            self.page_table[row] = 1 + row * width + np.arange(width)
+        self._device_tables: dict[int, jax.Array] = {}
+        sampling, self.variant = build_sampling_state(
+            [request.params for request in requests],
+            [request.prompt for request in requests],
+            vocab_size=model.config.vocab_size,
+            num_tokens=model.config.num_tokens,
+            eos_token_ids=model.config.eos_token_ids,
+            batch_size=self.size,
+            seeds=[request.seed for request in requests],
+            sample_indices=[request.sample_index for request in requests],
+        )
+        padding = self.size - len(requests)
+        lengths = np.array([len(request.prompt) for request in requests] + [0] * padding, np.int32)
+        most = np.array([request.max_tokens for request in requests] + [0] * padding, np.int32)
+        stop_width = bucket(max(1, *(len(request.stop_ids) for request in requests)))
+        stop_ids = np.full((self.size, stop_width), -1, np.int32)
+        for row, request in enumerate(requests):
+            stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
+        self.lengths = lengths
+        self.context_lengths = lengths + np.maximum(most - 1, 0)
+        self.state = DecodeState(
+            tokens=jnp.zeros(self.size, jnp.int32),
+            positions=jnp.asarray(lengths),
+            num_generated=jnp.zeros(self.size, jnp.int32),
+            max_tokens=jnp.asarray(most),
+            stop_ids=jnp.asarray(stop_ids),
+            context_lengths=jnp.asarray(self.context_lengths),
+            done=jnp.asarray(np.arange(self.size) >= len(requests)),
+            sampling=sampling,
+        )
+        self.prompt_tables: dict[int, list[dict[int, Logprob] | None]] = {}
+
+    def run(self) -> Iterator[Delta]:
+        """Generates everything, yielding news of each request as soon as the host has it."""
+        logits = self._prefill()
+        self.state, first = first_token(logits, self.state, variant=self.variant)
+        waiting = collections.deque([first])
+        dispatched = 1
+        longest = max(request.max_tokens for request in self.requests)
+        while waiting:
+            # One chunk runs while the one before it is read.
+            while len(waiting) < 2 and dispatched < longest:
+                waiting.append(self._dispatch(dispatched))
+                dispatched += self.limits.decode_chunk
+            yield from self._read(waiting.popleft())
+            if all(request.finished for request in self.requests):
+                return
+
+    def _table(self, num_tokens: int) -> jax.Array:
+        """The page table, as wide as rows of up to `num_tokens` tokens need."""
+        width = min(pages_for(num_tokens), self.page_table.shape[1])
+        if width not in self._device_tables:
+            self._device_tables[width] = jnp.asarray(self.page_table[:, :width])
+        return self._device_tables[width]
+
+    def _dispatch(self, dispatched: int) -> DecodedChunk:
+        """Starts the chunk that follows `dispatched` generated tokens."""
+        running = [request for request in self.requests if not request.finished]
+        reach = max(
+            len(request.prompt) + min(dispatched + self.limits.decode_chunk, request.max_tokens) - 1
+            for request in running
+        )
+        active = np.zeros(self.size, bool)
+        active[: len(self.requests)] = [not request.finished for request in self.requests]
+        self.cache, self.state, chunk = decode_chunk(
+            self.model.params,
+            self.cache,
+            self.state,
+            jnp.asarray(active),
+            self._table(reach),
+            config=self.model.config,
+            variant=self.variant,
+            num_steps=self.limits.decode_chunk,
+        )
+        return chunk
+
+    def _read(self, chunk: DecodedChunk) -> Iterator[Delta]:
+        """Waits for a chunk and hands each row its tokens."""
+        host: DecodedChunk = jax.device_get(chunk)
+        for row, request in enumerate(self.requests):
+            count = int(host.counts[row])
+            tokens = [int(token) for token in host.tokens[:count, row]]
+            tables: list[dict[int, Logprob]] = []
+            if host.logprobs is not None and request.params.logprobs is not None:
+                scores = jax.tree.map(lambda leaf, row=row: leaf[:, row], host.logprobs)
+                tables = logprob_tables(tokens, scores, request.params.logprobs)
+            delta = request.take(tokens, tables, bool(host.failed[row]))
+            if delta is not None:
+                yield delta
+
+    def _prefill(self) -> jax.Array:
+        """Runs all prompts through the model; returns float32 logits [size, vocab] of their last tokens."""
+        groups = plan_prefill([len(request.prompt) for request in self.requests], self.limits)
+        whole = jnp.zeros((self.size, self.model.config.vocab_size), jnp.float32)
+        for group in groups:
+            size = bucket(len(group.rows))
+            rows = np.array([*group.rows, *[-1] * (size - len(group.rows))], np.int32)
+            lengths = np.where(rows >= 0, self.lengths[rows], 0)
+            for start in range(0, int(lengths.max()), group.chunk):
+                here = np.clip(lengths - start, 0, group.chunk).astype(np.int32)
+                logits = self._prefill_chunk(group, rows, here, start)
+                # Rows that end in this chunk keep its logits; the others' go to a row that does not exist.
+                targets = np.where((here > 0) & (start + here == lengths), rows, self.size)
+                whole = _scatter_rows(whole, logits, jnp.asarray(targets.astype(np.int32)))
+        return whole
+
+    def _prefill_chunk(self, group: PrefillGroup, rows: np.ndarray, lengths: np.ndarray, start: int) -> jax.Array:
+        """One call of the prefill program for tokens `start` to `start + chunk` of a group's rows."""
+        chunk = group.chunk
+        tokens = np.zeros((len(rows), chunk + 1), np.int32)
+        for place, row in enumerate(group.rows):
+            piece = self.requests[row].prompt[start : start + chunk + 1]
+            tokens[place, : len(piece)] = piece
+        width = self._table(start + chunk).shape[1]
+        page_table = np.where(rows[:, None] >= 0, self.page_table[rows, :width], kv_cache.SCRATCH_PAGE)
+        arguments = (
+            jnp.asarray(tokens[:, :chunk]),
+            jnp.asarray(lengths),
+            jnp.asarray(np.where(lengths > 0, start, 0).astype(np.int32)),
+            jnp.asarray(page_table),
+        )
+        options = {
+            "config": self.model.config,
+            "context_lengths": jnp.asarray(np.where(rows >= 0, self.context_lengths[rows], 0).astype(np.int32)),
+            "from_empty": start == 0,
+        }
+        wanted = [self.requests[row].params.prompt_logprobs for row in group.rows]
+        most = max((count for count in wanted if count is not None), default=None)
+        if most is None:
+            logits, self.cache = steps.prefill(self.model.params, self.cache, *arguments, **options)
+            return logits
+        logits, scores, self.cache = steps.prefill_scored(
+            self.model.params,
+            self.cache,
+            *arguments,
+            jnp.asarray(tokens[:, 1:]),
+            num_logprobs=most,
+            **options,
+        )
+        self._take_prompt_scores(group, jax.device_get(scores), start)
+        return logits
+
+    def _take_prompt_scores(self, group: PrefillGroup, scores: TokenLogprobs, start: int) -> None:
+        """Keeps the tables of prompt tokens `start` + 1 onwards for the rows that asked for them."""
+        for place, row in enumerate(group.rows):
+            request = self.requests[row]
+            if request.params.prompt_logprobs is None:
+                continue
+            targets = request.prompt[start + 1 : start + 1 + group.chunk]
+            own = jax.tree.map(lambda leaf, place=place: leaf[place], scores)
+            tables = self.prompt_tables.setdefault(row, [None])
+            tables.extend(logprob_tables(targets, own, request.params.prompt_logprobs))
+
+
+@jax.jit
+def _scatter_rows(whole: jax.Array, part: jax.Array, targets: jax.Array) -> jax.Array:
+    return whole.at[targets].set(part, mode="drop")

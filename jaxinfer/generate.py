@@ -1,0 +1,153 @@
+"""The functional front door: `generate` and `stream` for prompts, `logits` for teacher-forced scores."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32
+from tqdm.auto import tqdm
+
+from jaxinfer import kv_cache, steps
+from jaxinfer.batch import PAGE_SIZE, Batch, Limits, bucket, cache_tokens, pages_for
+from jaxinfer.model import Model
+from jaxinfer.outputs import Delta, RequestOutput
+from jaxinfer.request import Prompt, Request, encode_prompt, per_prompt
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_state import request_seed
+
+
+def generate(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Iterable[SamplingParams] | None = None,
+    *,
+    max_batch_size: int = 64,
+    progress: bool = False,
+) -> list[RequestOutput]:
+    """Generates completions of every prompt and returns one RequestOutput a prompt, in order.
+
+    `prompts` are strings or lists of token ids (one prompt may stand alone); `params` is one SamplingParams for all or
+    one for each. Up to `max_batch_size` completions run at once, fewer where the KV cache would not fit. Every prompt
+    and parameter is checked before anything runs: ValueError names the first that is wrong and the remedy.
+    """
+    requests = _requests(model, prompts, params)
+    tables: dict[int, tuple] = {}
+    unit = "request"
+    with tqdm(total=len(requests), unit=unit, desc="Generating", disable=not progress, leave=False) as bar:
+        num_tokens = 0
+        for batch in _batches(model, requests, max_batch_size):
+            for delta in batch.run():
+                num_tokens += len(delta.token_ids)
+                bar.update(delta.finish_reason is not None)
+                bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+            for row, entries in batch.prompt_tables.items():
+                tables[batch.requests[row].prompt_index] = tuple(entries)
+    by_prompt: dict[int, list[Request]] = {}
+    for request in requests:
+        by_prompt.setdefault(request.prompt_index, []).append(request)
+    return [
+        RequestOutput(
+            prompt_token_ids=samples[0].prompt,
+            completions=tuple(sample.completion() for sample in samples),
+            prompt_logprobs=tables.get(index),
+        )
+        for index, samples in sorted(by_prompt.items())
+    ]
+
+
+def stream(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Iterable[SamplingParams] | None = None,
+    *,
+    max_batch_size: int = 64,
+) -> Iterator[Delta]:
+    """As `generate`, but yields a `Delta` whenever a completion has new tokens. Closing the iterator stops the work.
+
+    Arguments are checked when this is called, not when the first delta is asked for.
+    """
+    requests = _requests(model, prompts, params)
+
+    def deltas() -> Iterator[Delta]:
+        for batch in _batches(model, requests, max_batch_size):
+            yield from batch.run()
+
+    return deltas()
+
+
+def logits(
+    model: Model, token_ids: Sequence[Sequence[int]] | np.ndarray | Array
+) -> Float32[Array, "batch tokens vocab"]:
+    """Teacher-forced float32 logits: entry [b, t] scores the token that follows `token_ids[b, :t + 1]`.
+
+    `token_ids` is int [batch, tokens], all rows of one length. Raises ValueError for ids outside the vocabulary, rows
+    of different lengths, or more tokens than the context holds.
+    """
+    try:
+        tokens = np.asarray(token_ids)
+    except ValueError:
+        raise ValueError("token_ids has rows of different lengths; score them one length at a time") from None
+    if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(
+            f"token_ids is {tokens.dtype}{list(tokens.shape)}; expected integers [batch, tokens], not empty"
+        )
+    for row, ids in enumerate(tokens):
+        encode_prompt(model, ids.tolist(), row)
+    batch, length = tokens.shape
+    padded = np.zeros((bucket(batch), bucket(length, 64)), np.int32)
+    padded[:batch, :length] = tokens
+    lengths = np.where(np.arange(len(padded)) < batch, length, 0).astype(np.int32)
+    result = steps.full_logits(model.params, jnp.asarray(padded), jnp.asarray(lengths), config=model.config)
+    return result[:batch, :length]
+
+
+def _requests(
+    model: Model, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
+) -> list[Request]:
+    """One request for each completion, all arguments checked."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        listed: list[Prompt] = [prompts]  # pyright: ignore[reportAssignmentType]  # a single prompt, by the test above
+    else:
+        listed = list(prompts)  # pyright: ignore[reportArgumentType,reportAssignmentType]
+    requests = []
+    for index, (prompt, row) in enumerate(zip(listed, per_prompt(params, len(listed)), strict=True)):
+        ids = encode_prompt(model, prompt, index)
+        row.validate_for(model.config.num_tokens)
+        seed = request_seed(row)
+        requests += [Request.create(model, ids, row, index, sample, seed) for sample in range(row.n)]
+    return requests
+
+
+def _batches(model: Model, requests: Sequence[Request], max_batch_size: int) -> Iterator[Batch]:
+    """Cuts requests into batches whose caches fit. Checks all of them before the first runs."""
+    if max_batch_size < 1:
+        raise ValueError(f"max_batch_size={max_batch_size}; at least one request has to run at a time")
+    budget = _free_bytes()
+    page_bytes = kv_cache.bytes_per_token(model.config, model.dtype) * PAGE_SIZE
+
+    def cost(group: Sequence[Request]) -> int:
+        return (1 + bucket(len(group)) * pages_for(max(map(cache_tokens, group)))) * page_bytes
+
+    groups: list[list[Request]] = []
+    for request in requests:
+        if cost([request]) > budget:
+            raise ValueError(
+                f"prompt {request.prompt_index} with max_tokens={request.max_tokens} needs {cost([request]) / 1e9:.2f} GB "
+                f"of KV cache and {budget / 1e9:.2f} GB are free; lower max_tokens or shorten the prompt"
+            )
+        if groups and len(groups[-1]) < max_batch_size and cost([*groups[-1], request]) <= budget:
+            groups[-1].append(request)
+        else:
+            groups.append([request])
+    for group in groups:
+        yield Batch(model, group, Limits.default())
+
+
+def _free_bytes() -> int:
+    """Bytes a new cache may take: what the device's allocator has left, less a tenth for activations."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return int(0.9 * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
