@@ -1,0 +1,155 @@
+"""Sampling on the device: one token for each row from its logits, each row under its own options.
+
+The order is that of vLLM's V1 engine: log-probabilities are read from the raw logits; then padding ids are
+masked; before `min_tokens` end-of-text and stop ids are masked; `logit_bias` is added; repetition, frequency
+and presence penalties are applied; greedy rows take the most probable token; the others divide by the
+temperature, filter by min-p, top-k and top-p, and draw. All of it in float32, since 16-bit noise ties and
+draws masked tokens.
+"""
+
+import dataclasses
+import typing
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+from jaxinfer.sampling_filters import keep_mask
+from jaxinfer.sampling_logprobs import TokenLogprobs, token_logprobs
+from jaxinfer.sampling_params import GREEDY_BELOW
+from jaxinfer.sampling_state import Penalties, SamplerVariant, SamplingState
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class SamplerOutput:
+    """One step's tokens."""
+
+    tokens: Int32[Array, " batch"]
+    valid: Bool[Array, " batch"]
+    """False: the row's logits held NaN or +inf, or left nothing to draw. Its token is some id without
+    meaning; end that row, and only that, with an error."""
+    logprobs: TokenLogprobs | None
+    """None if the variant reports none."""
+
+
+def sample(
+    logits: Float32[Array, "batch vocab"],
+    state: SamplingState,
+    variant: SamplerVariant,
+    num_generated: Int32[Array, " batch"],
+) -> tuple[SamplerOutput, SamplingState]:
+    """Chooses the next token of every row; pure, of fixed shapes, for use inside a jitted loop.
+
+    `variant` is static, and `state` was built for it. `num_generated` is the number of tokens that a row has
+    generated so far; with the row's seed it determines the noise, so a row's tokens do not depend on its
+    place in the batch, on its neighbours, or on how steps are grouped into programs. The state returned
+    counts the new tokens.
+    """
+    processed = processed_logits(logits, state, variant, num_generated)
+    largest = jnp.max(processed, axis=1)
+    valid = jnp.isfinite(largest) & jnp.all(logits < jnp.inf, axis=1)
+    if variant.greedy:
+        scores = processed
+    else:
+        noise = gumbel(_built(state.keys), num_generated, logits.shape[1])
+        greedy_rows = _built(state.temperature) < GREEDY_BELOW
+        scores = jnp.where(greedy_rows[:, None], processed, draw_logits(processed, state, variant) + noise)
+    tokens = jnp.argmax(scores, axis=1).astype(jnp.int32)
+    logprobs = None
+    if variant.num_logprobs is not None:
+        logprobs = token_logprobs(logits, tokens, variant.num_logprobs, variant.num_tokens)
+    return SamplerOutput(tokens, valid, logprobs), count_tokens(state, tokens)
+
+
+def processed_logits(
+    logits: Float32[Array, "batch vocab"],
+    state: SamplingState,
+    variant: SamplerVariant,
+    num_generated: Int32[Array, " batch"],
+) -> Float32[Array, "batch vocab"]:
+    """Logits after everything that also concerns greedy rows: masks, bias and penalties."""
+    vocab = logits.shape[1]
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    if variant.num_tokens < vocab:
+        ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        logits = jnp.where(ids < variant.num_tokens, logits, -jnp.inf)
+    if variant.min_tokens:
+        minimum = _built(state.min_tokens)
+        early = num_generated < minimum.count
+        masked_ids = jnp.where(early[:, None], minimum.ids, vocab)
+        logits = logits.at[rows, masked_ids].set(-jnp.inf, mode="drop")
+    if variant.logit_bias:
+        bias = _built(state.logit_bias)
+        logits = logits.at[rows, bias.ids].add(bias.values, mode="drop")
+    if variant.penalties:
+        logits = _penalised(logits, _built(state.penalties))
+    return logits
+
+
+def _penalised(logits: Float32[Array, "batch vocab"], penalties: Penalties) -> Float32[Array, "batch vocab"]:
+    generated = penalties.output_counts > 0
+    factor = jnp.where(penalties.prompt_mask | generated, penalties.repetition[:, None], 1.0)
+    logits = jnp.where(logits > 0.0, logits / factor, logits * factor)
+    logits -= penalties.frequency[:, None] * penalties.output_counts.astype(jnp.float32)
+    return logits - jnp.where(generated, penalties.presence[:, None], 0.0)
+
+
+def draw_logits(
+    processed: Float32[Array, "batch vocab"], state: SamplingState, variant: SamplerVariant
+) -> Float32[Array, "batch vocab"]:
+    """Log-probabilities that tokens are drawn with, up to a constant for each row; -inf for filtered tokens.
+
+    For rows that are not greedy, `softmax` of this is the exact distribution of `sample`, which is what
+    speculative acceptance compares; greedy rows are treated as temperature 1.
+    """
+    temperature = _built(state.temperature)
+    temperature = jnp.where(temperature < GREEDY_BELOW, 1.0, temperature)
+    # The maximum goes first: dividing by a small temperature then overflows only where the probability is 0.
+    scaled = (processed - jnp.max(processed, axis=1, keepdims=True)) / temperature[:, None]
+    if variant.top_k or variant.top_p or variant.min_p:
+        keep = keep_mask(
+            processed,
+            jnp.exp(scaled),
+            _built(state.top_k) if variant.top_k else None,
+            _built(state.top_p) if variant.top_p else None,
+            _built(state.min_p) if variant.min_p else None,
+        )
+        scaled = jnp.where(keep, scaled, -jnp.inf)
+    return scaled
+
+
+def gumbel(
+    keys: UInt32[Array, "batch 2"], num_generated: Int32[Array, " batch"], vocab: int
+) -> Float32[Array, "batch vocab"]:
+    """Standard Gumbel noise, always finite; depends on nothing but a row's key, its step and the token id.
+
+    `-log(-log1p(-u))` with u from 32 random bits: the largest noise, which decides a draw, comes from the
+    smallest u, where float32 is dense. `jax.random.gumbel` has 23 bits there, and with 150,000 tokens that
+    ties often.
+    """
+
+    def bits(key: UInt32[Array, "2"], step: Int32[Array, ""]) -> UInt32[Array, " vocab"]:
+        folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), step)
+        return jax.random.bits(folded, (vocab,), jnp.uint32)
+
+    uniform = (jax.vmap(bits)(keys, num_generated).astype(jnp.float32) + 0.5) * 2.0**-32
+    uniform = jnp.minimum(uniform, 1.0 - 2.0**-24)  # rounding to 1 would make the noise -inf
+    return -jnp.log(-jnp.log1p(-uniform))
+
+
+def count_tokens(state: SamplingState, tokens: Int32[Array, " batch"]) -> SamplingState:
+    """Adds one generated token for each row to what the penalties count."""
+    if state.penalties is None:
+        return state
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    counts = state.penalties.output_counts.at[rows, tokens].add(1)
+    return dataclasses.replace(state, penalties=dataclasses.replace(state.penalties, output_counts=counts))
+
+
+def _built[T](part: T | None) -> T:
+    if part is None:
+        raise ValueError("the sampling state lacks a part that its variant uses; build both with build_sampling_state")
+    return part
