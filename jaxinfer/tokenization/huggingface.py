@@ -1,0 +1,167 @@
+"""Tokenizers from Hugging Face model folders: tokenizer.json, or tokenizer.model alone.
+
+Only data is read: no class named in the folder is looked up, no code in it is run.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from jaxinfer.tokenization.sentencepiece import read_model
+from jaxinfer.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_OTHER_FORMATS = ("tekken.json", "vocab.json", "merges.txt", "vocab.txt", "tiktoken.model", "spiece.model")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
+    """The tokenizer of a model folder, or None if it has none.
+
+    Raises ValueError for a broken file and for a tokenizer in a format that is not read here.
+    """
+    folder = Path(path)
+    config = _read_json(folder / "tokenizer_config.json") or {}
+    if (folder / "tokenizer.json").is_file():
+        has_json, prepare = True, None
+        backend = _from_json(folder / "tokenizer.json")
+        _add_missing_tokens(backend, config)
+    elif (folder / "tokenizer.model").is_file():
+        has_json = False
+        backend, prepare = _from_sentencepiece(folder, config)
+    else:
+        found = [name for name in _OTHER_FORMATS if (folder / name).is_file()]
+        if found:
+            raise ValueError(
+                f"{folder} has a tokenizer only as {', '.join(found)}; write a tokenizer.json with "
+                "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        return None
+    special = _special_tokens(folder, config)
+    ids = {name: backend.token_to_id(token) for name, token in special.items()}
+    _apply_bos_rule(backend, config, special.get("bos_token"), has_json=has_json)
+    return Tokenizer(
+        backend,
+        bos_token_id=ids.get("bos_token"),
+        eos_token_ids=_stop_set(folder, ids.get("eos_token")),
+        chat_templates=_chat_templates(folder, config),
+        special_tokens=special,
+        prepare_text=prepare,
+    )
+
+
+def _from_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raises bare Exception for a file that it cannot read
+            raise
+        raise ValueError(f"{path} is not a tokenizer ({error}); download it again") from error
+
+
+def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Any]:
+    """tokenizer.model, with the tokens that fine-tuning added beside it."""
+    model = read_model(folder / "tokenizer.model")
+    added = {token["content"]: int(key) for key, token in config.get("added_tokens_decoder", {}).items()}
+    added |= _read_json(folder / "added_tokens.json") or {}
+    special = {token["content"] for token in config.get("added_tokens_decoder", {}).values() if token.get("special")}
+    special |= set(_special_tokens(folder, config).values())
+    return model.extended(added, special).build()
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Brings in what tokenizer_config.json says of added tokens; as in transformers, it wins."""
+    known = {token: repr(added) for token, added in backend.get_added_tokens_decoder().items()}
+    for key, fields in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        token = AddedToken(**{name: value for name, value in fields.items() if name != "__type"})
+        if known.get(int(key)) == repr(token):
+            continue
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if backend.token_to_id(token.content) != int(key):
+            logger.warning(
+                "tokenizer_config.json gives %r the id %s, tokenizer.json gives it %s; the latter holds",
+                token.content,
+                key,
+                backend.token_to_id(token.content),
+            )
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens (bos_token, ...) as text; each may be written as a string or as an object."""
+    legacy = _read_json(folder / "special_tokens_map.json") or {}
+    special = {}
+    for name in _SPECIAL_NAMES:
+        value = config[name] if name in config else legacy.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            special[name] = value
+    return special
+
+
+def _apply_bos_rule(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos_token: str | None, *, has_json: bool
+) -> None:
+    """Makes the post-processor open texts with BOS, or not, if tokenizer_config.json says so.
+
+    Without `add_bos_token` there the post-processor of tokenizer.json is the rule; tokenizer.model has none,
+    and models that come with it alone want BOS. What opens a text otherwise ([gMASK]<sop>) stays.
+    """
+    add_bos = config.get("add_bos_token", None if has_json else True)
+    bos = None if bos_token is None else backend.token_to_id(bos_token)
+    if add_bos is None or bos is None:
+        return
+    opening = Tokenizer(backend).opening_ids
+    if add_bos and not opening:
+        backend.post_processor = processors.TemplateProcessing(single=["$bos", "$A"], special_tokens=[("$bos", bos)])
+    elif not add_bos and opening == (bos,):
+        backend.post_processor = processors.TemplateProcessing(single=["$A"], special_tokens=[])
+
+
+def _stop_set(folder: Path, eos: int | None) -> list[int]:
+    """The tokenizer's EOS and those of generation_config.json and config.json, each an int or a list."""
+    stop: list[Any] = [eos]
+    config = _read_json(folder / "config.json") or {}
+    for source in (
+        _read_json(folder / "generation_config.json") or {},
+        config,
+        config.get("text_config") or {},
+    ):
+        ids = source.get("eos_token_id")
+        stop += ids if isinstance(ids, list) else [ids]
+    return [token for token in stop if isinstance(token, int) and token >= 0]
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. Files of their own win over tokenizer_config.json, that over chat_template.json."""
+    templates: dict[str, str] = {}
+    for source in (_read_json(folder / "chat_template.json") or {}, config):
+        found = source.get("chat_template")
+        if isinstance(found, str):
+            templates["default"] = found
+        elif isinstance(found, list):
+            templates |= {entry["name"]: entry["template"] for entry in found}
+    for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None if there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; expected a JSON object")
+    return value

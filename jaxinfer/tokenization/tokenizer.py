@@ -1,0 +1,194 @@
+"""Tokenizer: text to token ids and back, with the model's own rules for special tokens and chats."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from jaxinfer.tokenization import chat_template as chat
+from jaxinfer.tokenization.token_bytes import TokenBytes
+
+logger = logging.getLogger(__name__)
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with what a language model needs around it.
+
+    Attributes:
+        backend: the `tokenizers` object. Its post-processor is the rule for the tokens that open a text.
+        bos_token_id: the token that opens a text, whether or not `encode` adds it; None if the model has
+        none.
+        eos_token_ids: every token that ends a generation (end of text, of turn, of message), the main one
+        first.
+        num_tokens: highest token id + 1. A model's logits may be longer: ids from here on are padding.
+        special_ids: ids without text of their own (control tokens).
+        chat_templates: by name; the one used when nothing is asked for is "default".
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token_id: int | None = None,
+        eos_token_ids: Iterable[int] = (),
+        chat_templates: Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        prepare_text: Callable[[str], str] | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
+        """Wraps `backend`.
+
+        `special_tokens` are the names that a chat template sees ("bos_token", "eos_token", ...).
+        `prepare_text` is applied to a text before `backend` encodes it. `num_tokens` overrides the count
+        where the vocabulary ends in entries that stand for nothing.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self.chat_templates = dict(chat_templates or {})
+        self._special_tokens = dict(special_tokens or {})
+        self._prepare_text = prepare_text
+        self._bytes = TokenBytes(backend)
+        self.num_tokens = num_tokens or max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        named = [backend.token_to_id(token) for token in self._special_tokens.values()]
+        self.special_ids = frozenset(
+            [token for token, added in backend.get_added_tokens_decoder().items() if added.special]
+            + [token for token in named if token is not None]
+            + ([] if bos_token_id is None else [bos_token_id])
+            + list(self.eos_token_ids)
+        )
+        self._prefix, self._suffix = _added_by_post_processor(backend)
+        self._suffix_reported = False
+
+    def __repr__(self) -> str:
+        return (
+            f"Tokenizer(num_tokens={self.num_tokens}, bos_token_id={self.bos_token_id}, "
+            f"eos_token_ids={self.eos_token_ids}, chat_templates={sorted(self.chat_templates)})"
+        )
+
+    @property
+    def opening_ids(self) -> tuple[int, ...]:
+        """Tokens that `encode` puts before a text: usually BOS or nothing."""
+        return tuple(self._prefix)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template used by default, or None."""
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens`, opened by BOS if the model's own rule says so.
+
+        A text that already starts with the opening tokens does not get them twice. A closing EOS is never
+        added: after it a model has nothing to continue. Special tokens written out in the text are
+        recognised.
+        """
+        if self._prepare_text is not None:
+            text = self._prepare_text(text)
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        if not add_special_tokens:
+            return ids
+        if self._suffix and not self._suffix_reported:
+            self._suffix_reported = True
+            logger.warning(
+                "the tokenizer closes texts with token %s; left out, as a prompt is there to be continued",
+                self._suffix,
+            )
+        return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Exactly the tokens' bytes: no space is cleaned up. Only the leading space that a SentencePiece encoder
+        put there itself is taken off. `TextStream` is for text that continues a prompt.
+        """
+        text = self.decode_bytes(ids, skip_special_tokens).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._bytes.strips_leading_space else text
+
+    def decode_bytes(self, ids: Iterable[int], skip_special_tokens: bool = True) -> bytes:
+        """Bytes of a sequence of token ids, joined."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        return b"".join(self.token_bytes(token) for token in ids if token not in skipped)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Exact bytes that a token stands for, often part of a character; of a special token, its name."""
+        if not 0 <= token_id < self.num_tokens:
+            raise ValueError(f"token id {token_id} is outside the vocabulary of {self.num_tokens} tokens")
+        return self._bytes(token_id)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as the text that the model was trained on.
+
+        `messages` are dicts with "role" and "content"; `tools` are JSON schemas. `chat_template` is the name
+        of one of `chat_templates` or a template itself; without it "tool_use" (if `tools` are given and it
+        exists) or "default". `kwargs` reach the template, such as enable_thinking=False. Raises ValueError if
+        there is no template or it refuses the messages.
+        """
+        return chat.render(
+            self._choose_template(chat_template, tools is not None),
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            special_tokens=self._special_tokens,
+            **kwargs,
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of `render_chat`. The template writes BOS itself, so none is added."""
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template=chat_template,
+            **kwargs,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def _choose_template(self, asked: str | None, has_tools: bool) -> str:
+        if asked is not None:
+            return self.chat_templates.get(asked, asked)
+        if has_tools and "tool_use" in self.chat_templates:
+            return self.chat_templates["tool_use"]
+        if self.chat_template is not None:
+            return self.chat_template
+        if self.chat_templates:
+            raise ValueError(
+                f"no default chat template; pass chat_template= one of {', '.join(sorted(self.chat_templates))}"
+            )
+        raise ValueError(
+            "this model has no chat template (a base model?); pass chat_template= with a Jinja template, "
+            "or encode a plain text"
+        )
+
+
+def _added_by_post_processor(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens that the backend puts before and after a text."""
+    if backend.post_processor is None:
+        return [], []
+    for probe in ("a", "1", ".", " "):
+        plain = backend.encode(probe, add_special_tokens=False).ids
+        full = backend.encode(probe, add_special_tokens=True).ids
+        for start in range(len(full) - len(plain) + 1):
+            if plain and full[start : start + len(plain)] == plain:
+                return full[:start], full[start + len(plain) :]
+    # No probe has tokens (a toy vocabulary): all that can be said of an empty text is what opens it.
+    return backend.encode("", add_special_tokens=True).ids, []
