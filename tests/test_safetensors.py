@@ -1,4 +1,4 @@
-"""Safetensors folders: every dtype bit for bit against the format's own library, shards, indexes, JSON files."""
+"""Safetensors folders: every dtype bit for bit against the format's own library; shards, indexes, JSON."""
 
 import contextlib
 import json
