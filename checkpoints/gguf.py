@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -33,9 +33,7 @@ class _Part:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < 24:
-                    raise CheckpointError(
-                        f"{path}: not a GGUF file: it has {size} bytes, a header alone has 24"
-                    )
+                    raise CheckpointError(f"{path}: not a GGUF file: it has {size} bytes, a header alone has 24")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as e:
             raise CheckpointError(f"{path}: cannot be opened: {e.strerror}") from e
@@ -106,33 +104,32 @@ class GGUFFile:
         """Reads a tensor, or a range of its first axis, into `out`, rounding to its dtype piece by piece.
 
         `out` is C-contiguous, of the range's shape, and float32, bfloat16, float16 or float64 (for integer
-        tensors: of the same dtype), else ValueError. Raises CheckpointError for an unknown name or a range
-        outside the tensor.
+        tensors: of the same dtype), else ValueError. Raises CheckpointError for an unknown name, a range
+        outside the tensor, or values that float16 cannot hold.
         """
         part, entry = self._find(name)
         shape, start, stop = _locate(entry, rows)
         plain = entry.type.plain
         integer = plain is not None and plain not in _FLOATS
-        if (
-            out.shape != shape
-            or not out.flags.c_contiguous
-            or out.dtype not in ((plain,) if integer else _FLOATS)
-        ):
+        allowed = (plain,) if integer else _FLOATS
+        if out.shape != shape or not out.flags.c_contiguous or out.dtype not in allowed:
             raise ValueError(
                 f"{name} ({entry.type.name}) reads into a C-contiguous array of "
                 f"{plain if integer else 'a floating dtype'} and shape {shape}, got {out.dtype} {out.shape}"
             )
-        source = _mapped(part)[start:stop]
-        target = out.reshape(-1)
-        chunk = _CHUNK_ELEMENTS // entry.type.block_elements
-        for first in range(0, len(source) // entry.type.block_bytes, chunk):
-            packed = source[first * entry.type.block_bytes : (first + chunk) * entry.type.block_bytes]
-            values = dequantize(packed, entry.type.name) if plain is None else packed.view(plain)
-            begin = first * entry.type.block_elements
-            with np.errstate(
-                over="ignore", invalid="ignore"
-            ):  # out of float16's range is inf, as in every cast
-                np.copyto(target[begin : begin + len(values)], values, casting="unsafe")
+        source, target = _mapped(part)[start:stop], out.reshape(-1)
+        block_elements, block_bytes = entry.type.block_elements, entry.type.block_bytes
+        chunk = _CHUNK_ELEMENTS // block_elements
+        scratch = None if plain is not None or out.dtype == np.float32 else np.empty(_CHUNK_ELEMENTS, np.float32)
+        for first in range(0, len(source) // block_bytes, chunk):
+            packed = source[first * block_bytes : (first + chunk) * block_bytes]
+            piece = target[first * block_elements : (first + chunk) * block_elements]
+            if plain is not None:
+                values = packed.view(plain)
+            else:
+                values = dequantize(packed, entry.type.name, piece if scratch is None else scratch[: len(piece)])
+            if values is not piece:
+                _convert(values, piece, f"{part.path}: tensor {name!r}")
         part.release(start, stop)
 
     def read_blocks(self, name: str) -> np.ndarray:
@@ -149,7 +146,7 @@ class GGUFFile:
         for part in self._parts:
             part.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "GGUFFile":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -157,10 +154,16 @@ class GGUFFile:
 
     def _find(self, name: str) -> tuple[_Part, TensorEntry]:
         if name not in self._entries:
-            raise CheckpointError(
-                f"{self.paths[0]}: there is no tensor {name!r} among its {len(self._entries)}"
-            )
+            raise CheckpointError(f"{self.paths[0]}: there is no tensor {name!r} among its {len(self._entries)}")
         return self._entries[name]
+
+
+def _convert(values: np.ndarray, out: np.ndarray, what: str) -> None:
+    try:
+        with np.errstate(over="raise", invalid="ignore"):
+            np.copyto(out, values, casting="unsafe")
+    except FloatingPointError:
+        raise CheckpointError(f"{what} has numbers too big for {out.dtype}; read it as bfloat16 or float32") from None
 
 
 def _mapped(part: _Part) -> np.ndarray:
@@ -177,9 +180,7 @@ def _locate(entry: TensorEntry, rows: slice | None) -> tuple[tuple[int, ...], in
         start = 0 if rows.start is None else rows.start
         stop = shape[0] if rows.stop is None else rows.stop
         if rows.step not in (None, 1) or not 0 <= start <= stop <= shape[0]:
-            raise CheckpointError(
-                f"tensor {entry.info.name!r} has {shape[0]} rows, which do not contain {rows}"
-            )
+            raise CheckpointError(f"tensor {entry.info.name!r} has {shape[0]} rows, which do not contain {rows}")
     elements_per_row = int(np.prod(shape[1:], dtype=np.int64))
     if start * elements_per_row % type_.block_elements or stop * elements_per_row % type_.block_elements:
         raise CheckpointError(
@@ -203,9 +204,7 @@ def _open_parts(path: Path) -> list[_Part]:
         raise CheckpointError(
             f"{path}: one of {count} parts of a model; rename it back, to end in -NNNNN-of-{count:05}.gguf"
         )
-    paths = [
-        path.with_name(f"{match['prefix']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)
-    ]
+    paths = [path.with_name(f"{match['prefix']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     missing = [p.name for p in paths if not p.is_file()]
     if missing:
         raise CheckpointError(

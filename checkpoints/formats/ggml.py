@@ -73,6 +73,7 @@ UNSUPPORTED_TYPES: dict[int, str] = {
     35: "TQ2_0",
     39: "MXFP4",
     40: "NVFP4",
+    41: "Q1_0",
 }
 """Names of types that ggml defines and this package does not read, for error messages."""
 
@@ -111,39 +112,44 @@ def unpack(blocks: np.ndarray, name: str) -> Unpacked:
     if type_.plain is not None:
         raise ValueError(f"{name} is not a quantised type, so it has no codes; use dequantize")
     flat = _as_blocks(blocks, type_)
-    with np.errstate(
-        invalid="ignore", over="ignore"
-    ):  # a damaged scale may be inf or NaN; that is data, not a fault
+    with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale may be inf or NaN; that is data, not a fault
         codes, scales, minimums = _UNPACK[name](flat)
-    row = (*blocks.shape[:-1], -1)
+    shape = _decoded_shape(blocks, type_)
+    groups = (*shape[:-1], shape[-1] // codes.shape[-1])
     return Unpacked(
-        codes=codes.reshape(row),
-        scales=scales.reshape(row),
-        minimums=None if minimums is None else minimums.reshape(row),
+        codes=codes.reshape(shape),
+        scales=scales.reshape(groups),
+        minimums=None if minimums is None else minimums.reshape(groups),
         group_size=codes.shape[-1],
     )
 
 
-def dequantize(blocks: np.ndarray, name: str) -> np.ndarray:
+def dequantize(blocks: np.ndarray, name: str, out: np.ndarray | None = None) -> np.ndarray:
     """Decodes packed rows to float32, bit for bit as ggml does.
 
-    `blocks`: uint8 [..., bytes], each row a whole number of blocks of type `name`; returns float32 [..., n].
-    Raises ValueError for another dtype, a row that is not whole blocks, or an integer or float64 type.
+    `blocks`: uint8 [..., bytes], each row a whole number of blocks of type `name`; returns float32 [...,
+    n], which is `out`, C-contiguous, if that is given. Raises ValueError for another dtype, a row that is
+    not whole blocks, an `out` of another shape, or an integer or float64 type.
     """
     type_ = ggml_type(name)
-    flat = _as_blocks(blocks, type_)
-    row = (*blocks.shape[:-1], -1)
+    flat, shape = _as_blocks(blocks, type_), _decoded_shape(blocks, type_)
+    if out is None:
+        out = np.empty(shape, np.float32)
+    elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+        raise ValueError(f"out must be C-contiguous float32 {shape}, got {out.dtype} {out.shape}")
+    if type_.plain is not None and name not in ("F32", "F16", "BF16"):
+        raise ValueError(f"{name} values do not fit float32; read them as {type_.plain}")
     with np.errstate(invalid="ignore", over="ignore"):
         if type_.plain is not None:
-            if name not in ("F32", "F16", "BF16"):
-                raise ValueError(f"{name} values do not fit float32; read them as {type_.plain}")
-            return flat.view(type_.plain).astype(np.float32).reshape(row)
+            np.copyto(out, flat.view(type_.plain).reshape(shape))
+            return out
         codes, scales, minimums = _UNPACK[name](flat)
-        values = codes.astype(np.float32)
+        values = out.reshape(codes.shape)
+        np.copyto(values, codes)
         values *= scales[..., None]
         if minimums is not None:
             values += minimums[..., None]
-    return values.reshape(row)
+    return out
 
 
 def _as_blocks(blocks: np.ndarray, type_: GGMLType) -> np.ndarray:
@@ -153,6 +159,10 @@ def _as_blocks(blocks: np.ndarray, type_: GGMLType) -> np.ndarray:
             f"got {blocks.dtype} {blocks.shape}"
         )
     return np.ascontiguousarray(blocks).reshape(-1, type_.block_bytes)
+
+
+def _decoded_shape(blocks: np.ndarray, type_: GGMLType) -> tuple[int, ...]:
+    return (*blocks.shape[:-1], blocks.shape[-1] // type_.block_bytes * type_.block_elements)
 
 
 # Each function below takes blocks uint8 [n, block_bytes] and returns codes [n, groups, group_size],
@@ -192,7 +202,7 @@ def _q4_1(blocks: np.ndarray) -> _Parts:
 
 
 def _five_bits(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """Bit e of `high` (uint8 [n, 4], little-endian) is bit 4 of element e; `low` [n, 16] holds the nibbles."""
+    """Bit e of `high` (uint8 [n, 4], little-endian) is bit 4 of element e; `low` [n, 16] has the nibbles."""
     fifth = np.unpackbits(high, axis=-1, bitorder="little")
     return (_nibbles(low[:, None, :]).reshape(-1, 32) | (fifth << 4))[:, None, :]
 
@@ -264,9 +274,7 @@ def _q6_k(blocks: np.ndarray) -> _Parts:
     return _signed(low | (high << 4), 32), _half(blocks, 208) * scales, None
 
 
-_IQ4_VALUES = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8
-)
+_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
 """The code book of IQ4_NL and IQ4_XS."""
 
 
