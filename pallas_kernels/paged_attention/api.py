@@ -1,0 +1,199 @@
+"""The paged attention op: validates, picks a backend, says why."""
+
+import dataclasses
+import os
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.paged_attention import mosaic, reference
+
+BACKENDS = ("mosaic", "reference")
+MAX_TOKENS = 16  # more query tokens than verification needs: prefill, another kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One backend's answer to a call: taken, or the reason why not."""
+
+    backend: str
+    taken: bool
+    reason: str
+
+
+def paged_attention(
+    q: Float[Array, "batch tokens q_heads head_dim"],
+    k_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    page_table: Int32[Array, "batch pages"],
+    lengths: Int32[Array, " batch"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    return_lse: bool = False,
+    backend: Literal["mosaic", "reference"] | None = None,
+    explain: bool = False,
+):
+    """Attention of the newest tokens of each sequence over its paged keys and values.
+
+    Args:
+      q: queries of the last `tokens` tokens of each row (1 for decode, up to 16 for verification; the reference takes
+        any). Query t of a row sits at position lengths - tokens + t and sees the positions up to its own.
+      k_pages, v_pages: the pools, q's dtype. The tokens' own keys and values are in them already.
+      page_table: page ids of each row in order. Entries past a row's length may be anything in range: neither they nor
+        what the pages hold from position `length` on (NaN included) touches the result.
+      lengths: tokens in the cache, the new ones included; 0 is an empty row, whose output is zero.
+      scale: multiplies q k.
+      window: a query sees its own position and the window - 1 before it.
+      softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
+      sinks: per query head a logit that takes part in the normalisation and adds no value (gpt-oss).
+      return_lse: also return the float32 log-sum-exp [batch, tokens, q_heads] of the visible logits and the sink, -inf
+        where there is none. Results over several pools merge with weights exp(lse); give the sinks to one of them.
+      backend: forces one; else the environment variable JAXINFER_KERNELS, else the first that supports the call.
+      explain: return the list of `Choice` and compute nothing.
+
+    Returns:
+      [batch, tokens, q_heads, head_dim] in q's dtype; (output, lse) with `return_lse`.
+
+    Raises:
+      ValueError: shapes or dtypes that no backend takes, or that the forced one does not.
+    """
+    _validate(q, k_pages, v_pages, page_table, lengths, sinks, window=window, softcap=softcap)
+    choices = _choose(q, k_pages, backend or os.environ.get("JAXINFER_KERNELS") or None)
+    if explain:
+        return choices
+    chosen = next(choice.backend for choice in choices if choice.taken)
+    if chosen == "mosaic":
+        plan = plan_for(
+            q.shape,
+            k_pages.shape,
+            page_table.shape[1],
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks is not None,
+        )
+        sinks = None if sinks is None else sinks.astype(jnp.float32)
+        out, lse = mosaic.paged_attention(
+            q, k_pages, v_pages, page_table, lengths, sinks, plan=plan, return_lse=return_lse
+        )
+    else:
+        out, lse = reference.paged_attention(
+            q, k_pages, v_pages, page_table, lengths, sinks, scale=scale, window=window, softcap=softcap
+        )
+    return (out, lse) if return_lse else out
+
+
+def plan_for(
+    q_shape: tuple[int, ...],
+    pages_shape: tuple[int, ...],
+    pages_per_row: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> mosaic.Plan:
+    """The Mosaic kernel's parameters for a call: blocks that share a (sequence, KV head), tiles in flight."""
+    batch, tokens, q_heads, head_dim = q_shape
+    _, kv_heads, page_size, _ = pages_shape
+    plan = mosaic.Plan(
+        batch, tokens, q_heads, kv_heads, head_dim, page_size, pages_per_row, scale, window, softcap, sinks
+    )
+    # Enough blocks for two on each of about 132 multiprocessors, but no block without a tile for each of its warps.
+    longest = pages_per_row * page_size
+    groups = batch * kv_heads * plan.row_blocks
+    splits = 1
+    while splits < 8 and splits * groups < 264 and splits * plan.warps * mosaic.KEYS < longest:
+        splits *= 2
+    depth = 2 if head_dim * plan.halves <= 128 else 1
+    return dataclasses.replace(plan, splits=splits, depth=depth)
+
+
+def _choose(q: jax.Array, k_pages: jax.Array, forced: str | None) -> list[Choice]:
+    if forced is not None and forced not in BACKENDS:
+        raise ValueError(f"paged_attention has no backend {forced!r}; it has {', '.join(BACKENDS)}")
+    choices, taken = [], False
+    for name in BACKENDS:
+        reason = _mosaic_refusal(q, k_pages) if name == "mosaic" else None
+        if forced == name and reason is not None:
+            raise ValueError(f"paged_attention cannot run on {name}: {reason}")
+        if forced not in (None, name):
+            choices.append(Choice(name, False, f"{forced} was asked for"))
+        elif taken:
+            choices.append(Choice(name, False, "a backend before it was taken"))
+        elif reason is not None:
+            choices.append(Choice(name, False, reason))
+        else:
+            taken = True
+            choices.append(Choice(name, True, "asked for" if forced else "the first that supports this call"))
+    return choices
+
+
+def _mosaic_refusal(q: jax.Array, k_pages: jax.Array) -> str | None:
+    """Why the Mosaic kernel does not take this call; None if it does."""
+    _, tokens, _, head_dim = q.shape
+    page_size = k_pages.shape[2]
+    if q.dtype != jnp.bfloat16 or k_pages.dtype != jnp.bfloat16:
+        return f"it needs bfloat16 queries and pages, not {q.dtype} and {k_pages.dtype}"
+    if tokens > MAX_TOKENS:
+        return f"it takes up to {MAX_TOKENS} query tokens, not {tokens}"
+    if head_dim % 16 or head_dim > 256:
+        return f"it needs a head_dim that is a multiple of 16 and at most 256, not {head_dim}"
+    if page_size % mosaic.KEYS:
+        return f"it needs a page size that is a multiple of {mosaic.KEYS}, not {page_size}"
+    if jax.default_backend() != "gpu":
+        return "this process has no GPU"
+    if not _is_hopper():
+        return "it is written for Hopper (compute capability 9.0)"
+    return None
+
+
+def _is_hopper() -> bool:
+    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+
+
+def _validate(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    if q.ndim != 4 or k_pages.ndim != 4:
+        raise ValueError(
+            "paged_attention takes q [batch, tokens, q_heads, head_dim] and pages [num_pages, kv_heads, page_size, "
+            f"head_dim], not {q.shape} and {k_pages.shape}"
+        )
+    batch, tokens, q_heads, head_dim = q.shape
+    if k_pages.shape != v_pages.shape:
+        raise ValueError(f"k_pages {k_pages.shape} and v_pages {v_pages.shape} differ; they need one shape")
+    _, kv_heads, _, pages_head_dim = k_pages.shape
+    if pages_head_dim != head_dim:
+        raise ValueError(f"q has head_dim {head_dim} and the pages {pages_head_dim}; they need one head_dim")
+    if q_heads % kv_heads:
+        raise ValueError(f"q has {q_heads} heads, which is not a multiple of the pages' {kv_heads} KV heads")
+    if not (q.dtype == k_pages.dtype == v_pages.dtype):
+        raise ValueError(
+            f"q is {q.dtype}, k_pages {k_pages.dtype}, v_pages {v_pages.dtype}; cast q to the pages' dtype"
+        )
+    if page_table.ndim != 2 or page_table.shape[0] != batch or page_table.dtype != jnp.int32:
+        raise ValueError(f"page_table is {page_table.dtype}{page_table.shape}; it needs int32[{batch}, pages]")
+    if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
+        raise ValueError(f"lengths is {lengths.dtype}{lengths.shape}; it needs int32[{batch}]")
+    if tokens > page_table.shape[1] * k_pages.shape[2]:
+        raise ValueError(f"{tokens} query tokens do not fit in {page_table.shape[1]} pages of {k_pages.shape[2]}")
+    if sinks is not None and sinks.shape != (q_heads,):
+        raise ValueError(f"sinks has shape {sinks.shape}; it needs one logit for each of {q_heads} query heads")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it needs at least 1, or None for no window")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap is {softcap}; it needs a positive number, or None for no cap")

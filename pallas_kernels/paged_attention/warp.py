@@ -1,0 +1,298 @@
+"""One warp's instructions, written to the PTX level of Mosaic GPU.
+
+`mosaic.py` describes its kernel as what the 32 lanes of a warp do, through the methods of `Warp`. Here they emit MLIR
+inside `plgpu.inline_mgpu`. The tests run the same description through a NumPy twin of this class (32-element arrays for
+values), so fragment layouts, masks and merges are checked on a machine with no GPU.
+
+Values are per-lane scalars (`Value`: int32, int64, float32 or bool) with Python's operators. Integers are never
+negative where `//` and `%` are used.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf
+
+
+def _type(name: str) -> ir.Type:
+    if name == "f32":
+        return ir.F32Type.get()
+    return ir.IntegerType.get_signless({"i1": 1, "i32": 32, "i64": 64}[name])
+
+
+class Value:
+    """A per-lane scalar with the arithmetic of its type."""
+
+    __slots__ = ("ir",)
+
+    def __init__(self, value: Any):  # an ir.Value; the name is taken by the attribute inside the class
+        self.ir = value
+
+    @property
+    def is_float(self) -> bool:
+        return isinstance(self.ir.type, ir.FloatType)
+
+    def _operand(self, other: Any) -> Any:
+        if isinstance(other, Value):
+            return other.ir
+        return mgpu_utils.c(float(other) if self.is_float else int(other), self.ir.type)
+
+    def _binary(self, other: Any, on_int: Callable, on_float: Callable | None, swap: bool = False) -> "Value":
+        left, right = self.ir, self._operand(other)
+        if swap:
+            left, right = right, left
+        emit = on_float if self.is_float else on_int
+        if emit is None:
+            raise TypeError(f"operation is not defined for {self.ir.type}")
+        return Value(emit(left, right))
+
+    def __add__(self, other: Any) -> "Value":
+        return self._binary(other, arith.addi, arith.addf)
+
+    def __sub__(self, other: Any) -> "Value":
+        return self._binary(other, arith.subi, arith.subf)
+
+    def __rsub__(self, other: Any) -> "Value":
+        return self._binary(other, arith.subi, arith.subf, swap=True)
+
+    def __mul__(self, other: Any) -> "Value":
+        return self._binary(other, arith.muli, arith.mulf)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __floordiv__(self, other: Any) -> "Value":
+        return self._binary(other, arith.divui, None)
+
+    def __mod__(self, other: Any) -> "Value":
+        return self._binary(other, arith.remui, None)
+
+    def __and__(self, other: Any) -> "Value":
+        return self._binary(other, arith.andi, None)
+
+    def _compare(self, other: Any, on_int: Any, on_float: Any) -> "Value":
+        right = self._operand(other)
+        if self.is_float:
+            return Value(arith.cmpf(on_float, self.ir, right))
+        return Value(arith.cmpi(on_int, self.ir, right))
+
+    def __lt__(self, other: Any) -> "Value":
+        return self._compare(other, arith.CmpIPredicate.slt, arith.CmpFPredicate.OLT)
+
+    def __le__(self, other: Any) -> "Value":
+        return self._compare(other, arith.CmpIPredicate.sle, arith.CmpFPredicate.OLE)
+
+    def __gt__(self, other: Any) -> "Value":
+        return self._compare(other, arith.CmpIPredicate.sgt, arith.CmpFPredicate.OGT)
+
+
+Words = tuple[Value, ...]
+
+
+class Warp:
+    """Emits one warp's instructions at MLIR's current insertion point.
+
+    `smem` is the base of this block's shared memory scratch; addresses passed to the shared-memory methods are byte
+    offsets into it. Global references are (memref) arguments of the kernel; offsets into them count elements.
+    """
+
+    def __init__(self, smem: ir.Value, threads: int):
+        self._smem = mgpu_utils.memref_ptr(smem)
+        self.threads = threads
+        thread = Value(arith.index_cast(_type("i32"), gpu.thread_id(gpu.Dimension.x)))
+        self.thread = thread
+        self.lane = thread % 32
+        # A shuffle makes the warp index provably uniform, so branches and addresses that hang on it stay uniform.
+        self.warp = Value(mgpu_utils.warp_idx(sync=True))
+
+    # Values
+    def scalar(self, value: Any) -> Value:
+        """A scalar argument of `inline_mgpu` (a one-register fragmented array)."""
+        return Value(value.registers.item())
+
+    def const(self, value: float, kind: str = "f32") -> Value:
+        return Value(mgpu_utils.c(value, _type(kind)))
+
+    def wide(self, value: Value) -> Value:
+        """int32 -> int64, for offsets into arrays of more than 2**31 elements."""
+        return Value(arith.extui(_type("i64"), value.ir))
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        return Value(arith.select(condition.ir, a.ir, b.ir))
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        return Value(arith.maximumf(a.ir, b.ir) if a.is_float else arith.maxsi(a.ir, b.ir))
+
+    def exp2(self, x: Value) -> Value:
+        return self._unary("ex2.approx.ftz.f32", x)
+
+    def log2(self, x: Value) -> Value:
+        return self._unary("lg2.approx.ftz.f32", x)
+
+    def reciprocal(self, x: Value) -> Value:
+        return self._unary("rcp.approx.ftz.f32", x)
+
+    def _unary(self, instruction: str, x: Value) -> Value:
+        return Value(mgpu_utils.inline_ptx(f"{instruction} $0, $1;", x.ir, result_types=_type("f32")))
+
+    # Bits: a word is an int32 that holds two bfloat16, the lower index in the lower half
+    def pack_bf16(self, low: Value, high: Value) -> Value:
+        ptx = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return Value(mgpu_utils.inline_ptx(ptx, low.ir, high.ir, result_types=_type("i32")))
+
+    def low_halves(self, a: Value, b: Value) -> Value:
+        return self._permute(a, b, 0x5410)
+
+    def high_halves(self, a: Value, b: Value) -> Value:
+        return self._permute(a, b, 0x7632)
+
+    def _permute(self, a: Value, b: Value, selector: int) -> Value:
+        ptx = f"prmt.b32 $0, $1, $2, {selector:#x};"
+        return Value(mgpu_utils.inline_ptx(ptx, a.ir, b.ir, result_types=_type("i32")))
+
+    # Between lanes
+    def shuffle_xor(self, x: Value, mask: int) -> Value:
+        return Value(mgpu_utils.shfl_bfly(x.ir, mask))
+
+    def shuffle(self, x: Value, source_lane: Value) -> Value:
+        """x of lane `source_lane`, which may differ from lane to lane."""
+        i32 = _type("i32")
+        every = mgpu_utils.c(0xFFFFFFFF, i32)
+        bits = llvm.bitcast(i32, x.ir)
+        got = nvvm.shfl_sync(every, bits, source_lane.ir, mgpu_utils.c(0x1F, i32), nvvm.ShflKind.idx)
+        return Value(llvm.bitcast(x.ir.type, got))
+
+    def mma(self, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> Words:
+        """mma.m16n8k16, bf16 operands, float32 sums: four acc values, four words of a, two words of b."""
+        ptx = (
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+        )
+        operands = [v.ir for v in (*a, *b, *acc)]
+        return tuple(Value(v) for v in mgpu_utils.inline_ptx(ptx, *operands, result_types=[_type("f32")] * 4))
+
+    # Memory
+    def load_words(self, ref: ir.Value, offset: Value, count: int, predicate: Value, constant: int = 0) -> Words:
+        """`count` (1, 2, 4) words from bfloat16 elements `offset + constant` on; zero where the predicate is false.
+
+        The constant costs no register: it is part of the instruction. Read-only and not kept in L1: each byte of the
+        cache is used once.
+        """
+        return self._load_global(ref, offset, 2, count, predicate, ".nc.L1::no_allocate", "i32", constant)
+
+    def load_i32(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
+        return self._load_global(ref, offset, 4, 1, predicate, ".nc", "i32")[0]
+
+    def load_f32(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
+        return self._load_global(ref, offset, 4, 1, predicate, ".nc", "f32")[0]
+
+    def _load_global(
+        self,
+        ref: ir.Value,
+        offset: Value,
+        size: int,
+        count: int,
+        predicate: Value,
+        modifier: str,
+        kind: str,
+        constant: int = 0,
+    ) -> Words:
+        outs = ", ".join(f"${i}" for i in range(count))
+        vector = f".v{count}" if count > 1 else ""
+        braces = f"{{{outs}}}" if count > 1 else outs
+        zero = "0f00000000" if kind == "f32" else "0"
+        suffix = "f32" if kind == "f32" else "b32"
+        clear = " ".join(f"mov.{suffix} ${i}, {zero};" for i in range(count))
+        ptx = f"{clear} @${count + 1} ld.global{modifier}{vector}.{suffix} {braces}, [${count} + {constant * size}];"
+        # Early-clobber outputs: they are written before the address is read.
+        constraint = "=&f" if kind == "f32" else "=&r"
+        address = self._address(ref, offset, size)
+        result_type = _type(kind)
+        struct = llvm.StructType.get_literal([result_type] * count) if count > 1 else result_type
+        # Side effects keep a prefetch where it was written: LLVM may otherwise sink it to its first use.
+        result = llvm.inline_asm(
+            struct,
+            [address, predicate.ir],
+            ptx,
+            ",".join([constraint] * count + ["l", "b"]),
+            has_side_effects=True,
+        )
+        if count == 1:
+            return (Value(result),)
+        return tuple(Value(llvm.extractvalue(result_type, result, [i])) for i in range(count))
+
+    def store_words(self, ref: ir.Value, offset: Value, words: Sequence[Value], predicate: Value) -> None:
+        """Words to bfloat16 elements `offset` on."""
+        count = len(words)
+        ptx = f"st.global.v{count}.b32 [$0], {{{', '.join(f'${i + 1}' for i in range(count))}}};"
+        operands = [self._address(ref, offset, 2), *[w.ir for w in words]]
+        mgpu_utils.inline_ptx(ptx, *operands, predicate=predicate.ir)
+
+    def store_f32(self, ref: ir.Value, offset: Value, value: Value, predicate: Value) -> None:
+        address = self._address(ref, offset, 4)
+        mgpu_utils.inline_ptx("st.global.f32 [$0], $1;", address, value.ir, predicate=predicate.ir)
+
+    def _address(self, ref: ir.Value, offset: Value, size: int) -> ir.Value:
+        if offset.ir.type != _type("i64"):
+            offset = self.wide(offset)
+        base = llvm.ptrtoint(_type("i64"), mgpu_utils.memref_ptr(ref))
+        return arith.addi(base, (offset * size).ir)
+
+    def shared_load(self, address: Value, count: int, kind: str, block: Value | None = None) -> Words:
+        """`count` 32-bit values of this block's scratch, or of block `block` of the cluster."""
+        base, space = self._shared(block)
+        outs = ", ".join(f"${i}" for i in range(count))
+        suffix = "f32" if kind == "f32" else "b32"
+        ptx = f"ld.{space}.v{count}.{suffix} {{{outs}}}, [${count}];"
+        got = mgpu_utils.inline_ptx(
+            ptx, arith.addi(base, address.ir), result_types=[_type(kind)] * count, has_side_effects=True
+        )
+        return tuple(Value(v) for v in got)
+
+    def shared_store(self, address: Value, values: Sequence[Value], predicate: Value | None = None) -> None:
+        base, space = self._shared(None)
+        count = len(values)
+        suffix = "f32" if values[0].is_float else "b32"
+        ptx = f"st.{space}.v{count}.{suffix} [$0], {{{', '.join(f'${i + 1}' for i in range(count))}}};"
+        operands = [arith.addi(base, address.ir), *[v.ir for v in values]]
+        mgpu_utils.inline_ptx(ptx, *operands, predicate=None if predicate is None else predicate.ir)
+
+    def _shared(self, block: Value | None) -> tuple[ir.Value, str]:
+        base = llvm.ptrtoint(_type("i32"), self._smem)
+        if block is None:
+            return base, "shared"
+        mapped = mgpu_utils.inline_ptx(
+            "mapa.shared::cluster.u32 $0, $1, $2;", base, block.ir, result_types=_type("i32")
+        )
+        return mapped, "shared::cluster"
+
+    # Control
+    def loop(self, count: Value, carry: Sequence[Value], body: Callable[[Value, Words], Sequence[Value]]) -> Words:
+        """carry = body(i, carry) for i in range(count); count is the same in all lanes."""
+        zero, one = self.const(0, "i32"), self.const(1, "i32")
+        for_op = scf.ForOp(zero.ir, count.ir, one.ir, [v.ir for v in carry])
+        with ir.InsertionPoint(for_op.body):
+            inner = tuple(Value(v) for v in for_op.inner_iter_args)
+            scf.YieldOp([v.ir for v in body(Value(for_op.induction_variable), inner)])
+        return tuple(Value(v) for v in for_op.results)
+
+    def when(self, condition: Value, carry: Sequence[Value], body: Callable[[], Sequence[Value]]) -> Words:
+        """body() if condition else carry; condition is the same in all lanes."""
+        if_op = scf.IfOp(condition.ir, [v.ir.type for v in carry], has_else=True)
+        then_block, else_block = if_op.then_block, if_op.else_block
+        assert then_block is not None and else_block is not None
+        with ir.InsertionPoint(then_block):
+            scf.YieldOp([v.ir for v in body()])
+        with ir.InsertionPoint(else_block):
+            scf.YieldOp([v.ir for v in carry])
+        return tuple(Value(v) for v in if_op.results)
+
+    def block_barrier(self) -> None:
+        gpu.barrier()
+
+    def cluster_barrier(self, release: bool = True) -> None:
+        """Waits for every warp of the cluster; without `release`, earlier writes need not be visible to them."""
+        order = "release" if release else "relaxed"
+        mgpu_utils.inline_ptx(f"barrier.cluster.arrive.{order}.aligned;")
+        mgpu_utils.inline_ptx("barrier.cluster.wait.acquire.aligned;")

@@ -1,0 +1,184 @@
+"""A NumPy twin of `pallas_kernels.paged_attention.warp.Warp`: 32-element arrays stand for the lanes' values.
+
+Runs the kernel's own description (`mosaic.attend`) with no GPU. Each warp is a thread of this process, so barriers
+are real. Shared memory starts as NaN, addresses are checked, and lanes that disagree where they must not are an error.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+KINDS = {"i1": np.bool_, "i32": np.int32, "i64": np.int64, "f32": np.float32}
+LANE = np.arange(32, dtype=np.int32)
+
+
+def uniform(x: np.ndarray) -> Any:
+    assert (x == x[0]).all(), "this value must be the same in all lanes"
+    return x[0]
+
+
+class Cluster:
+    """Shared memory and barriers of the blocks that run together."""
+
+    def __init__(self, blocks: int, warps: int, smem_bytes: int):
+        self.smem = [np.full(smem_bytes // 4, np.nan, np.float32) for _ in range(blocks)]
+        self.block_barriers = [threading.Barrier(warps, timeout=60) for _ in range(blocks)]
+        self.cluster_barrier = threading.Barrier(blocks * warps, timeout=60)
+
+
+class SimulatedWarp:
+    def __init__(self, cluster: Cluster, block: int, warp: int):
+        self.cluster, self.block = cluster, block
+        self.warp = np.full(32, warp, np.int32)
+        self.lane = LANE
+        self.thread = LANE + 32 * self.warp
+
+    def const(self, value: float, kind: str = "f32") -> np.ndarray:
+        return np.full(32, value, KINDS[kind])
+
+    def wide(self, value: np.ndarray) -> np.ndarray:
+        assert (value >= 0).all()
+        return value.astype(np.int64)
+
+    select = staticmethod(np.where)
+    maximum = staticmethod(np.fmax)
+
+    def exp2(self, x: np.ndarray) -> np.ndarray:
+        assert x.dtype == np.float32
+        return np.exp2(x)
+
+    log2 = staticmethod(np.log2)
+
+    def reciprocal(self, x: np.ndarray) -> np.ndarray:
+        return np.float32(1) / x
+
+    def pack_bf16(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        pair = np.stack([low, high], -1).astype(ml_dtypes.bfloat16)
+        return pair.view(np.int32)[:, 0]
+
+    def low_halves(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.stack([self._halves(a)[:, 0], self._halves(b)[:, 0]], -1).view(np.int32)[:, 0]
+
+    def high_halves(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.stack([self._halves(a)[:, 1], self._halves(b)[:, 1]], -1).view(np.int32)[:, 0]
+
+    @staticmethod
+    def _halves(words: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(words, np.int32).view(np.uint16).reshape(32, 2)
+
+    def shuffle_xor(self, x: np.ndarray, mask: int) -> np.ndarray:
+        return x[LANE ^ mask]
+
+    def shuffle(self, x: np.ndarray, source_lane: np.ndarray) -> np.ndarray:
+        return x[source_lane]
+
+    def mma(
+        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], b: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, ...]:
+        """The fragment layouts of mma.m16n8k16 as the PTX manual gives them."""
+        group, quad = LANE // 4, LANE % 4
+        left, right = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32)
+        total = np.zeros((16, 8), np.float32)
+
+        def numbers(words: np.ndarray, half: int) -> np.ndarray:
+            return self._halves(words)[:, half].view(ml_dtypes.bfloat16).astype(np.float32)
+
+        for half in range(2):
+            left[group, 2 * quad + half] = numbers(a[0], half)
+            left[group + 8, 2 * quad + half] = numbers(a[1], half)
+            left[group, 2 * quad + half + 8] = numbers(a[2], half)
+            left[group + 8, 2 * quad + half + 8] = numbers(a[3], half)
+            right[2 * quad + half, group] = numbers(b[0], half)
+            right[2 * quad + half + 8, group] = numbers(b[1], half)
+            total[group, 2 * quad + half] = acc[half]
+            total[group + 8, 2 * quad + half] = acc[2 + half]
+        total = total + left @ right
+        return tuple(total[group + 8 * (i // 2), 2 * quad + i % 2] for i in range(4))
+
+    def load_words(
+        self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray, constant: int = 0
+    ) -> tuple[np.ndarray, ...]:
+        """`ref` is a flat uint16 view of bfloat16 elements."""
+        offset = np.where(predicate, offset + constant, 0).astype(np.int64)
+        assert (offset % (2 * count) == 0).all(), "unaligned read"
+        assert (offset >= 0).all()
+        assert (offset + 2 * count <= ref.size).all(), "read past the end of an array"
+        pairs = ref[offset[:, None] + np.arange(2 * count)].view(np.int32)
+        return tuple(np.where(predicate, pairs[:, i], 0).astype(np.int32) for i in range(count))
+
+    def _load(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> np.ndarray:
+        assert (offset[predicate] >= 0).all()
+        got = ref[np.where(predicate, offset, 0)]
+        return np.where(predicate, got, 0).astype(ref.dtype)
+
+    load_i32 = load_f32 = _load
+
+    def store_words(
+        self, ref: np.ndarray, offset: np.ndarray, words: Sequence[np.ndarray], predicate: np.ndarray
+    ) -> None:
+        for lane in np.flatnonzero(predicate):
+            for i, word in enumerate(words):
+                ref[offset[lane] + 2 * i : offset[lane] + 2 * i + 2] = self._halves(word)[lane]
+
+    def store_f32(self, ref: np.ndarray, offset: np.ndarray, value: np.ndarray, predicate: np.ndarray) -> None:
+        ref[offset[predicate]] = value[predicate]
+
+    def shared_load(
+        self, address: np.ndarray, count: int, kind: str, block: np.ndarray | None = None
+    ) -> tuple[np.ndarray, ...]:
+        smem = self.cluster.smem[self.block if block is None else uniform(block)]
+        assert (address % (4 * count) == 0).all(), "unaligned shared read"
+        return tuple(smem.view(KINDS[kind])[address // 4 + i] for i in range(count))
+
+    def shared_store(
+        self, address: np.ndarray, values: Sequence[np.ndarray], predicate: np.ndarray | None = None
+    ) -> None:
+        smem = self.cluster.smem[self.block]
+        keep = np.ones(32, bool) if predicate is None else predicate
+        assert (address[keep] % (4 * len(values)) == 0).all(), "unaligned shared write"
+        for i, value in enumerate(values):
+            smem.view(value.dtype)[address[keep] // 4 + i] = value[keep]
+
+    def loop(
+        self, count: np.ndarray, carry: Sequence[Any], body: Callable[[np.ndarray, Sequence[Any]], Sequence[Any]]
+    ) -> Sequence[Any]:
+        for i in range(uniform(count)):
+            carry = body(np.full(32, i, np.int32), carry)
+        return carry
+
+    def when(self, condition: np.ndarray, carry: Sequence[Any], body: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        return body() if uniform(condition) else carry
+
+    def block_barrier(self) -> None:
+        self.cluster.block_barriers[self.block].wait()
+
+    def cluster_barrier(self, release: bool = True) -> None:
+        del release
+        self.cluster.cluster_barrier.wait()
+
+
+def run_cluster(blocks: int, warps: int, smem_bytes: int, program: Callable[[SimulatedWarp, int], None]) -> None:
+    """Runs `program(warp, block)` for every warp of a cluster of `blocks` blocks; the first error is raised."""
+    cluster = Cluster(blocks, warps, smem_bytes)
+    errors: list[BaseException] = []
+
+    def run(block: int, warp: int) -> None:
+        try:
+            with np.errstate(all="ignore"):
+                program(SimulatedWarp(cluster, block, warp), block)
+        except BaseException as error:
+            errors.append(error)
+            for barrier in (*cluster.block_barriers, cluster.cluster_barrier):
+                barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(b, w)) for b in range(blocks) for w in range(warps)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+    if errors:
+        raise (real or errors)[0]
