@@ -87,9 +87,7 @@ def _text_keys(config: Mapping[str, Any]) -> Keys:
         return Keys(config, DEFAULTS[model_type])
     text = config.get("text_config")
     if not isinstance(text, Mapping):
-        raise ValueError(
-            "config.json: text_config is missing; model_type gemma3 keeps its language model there"
-        )
+        raise ValueError("config.json: text_config is missing; model_type gemma3 keeps its language model there")
     outer = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     return Keys(outer | dict(text), DEFAULTS["gemma3_text"])
 
@@ -138,14 +136,12 @@ def _window(keys: Keys) -> int | None:
 
 def _layer_types(keys: Keys) -> list[str]:
     """`layer_types` if the file has it, else what transformers derives from the older keys of the family."""
-    count = keys.integer("num_hidden_layers")
+    count = keys.integer("num_hidden_layers", most=10_000)
     given = keys.optional_list("layer_types", count)
     if given is not None:
         for kind in given:
             if kind not in ("full_attention", "sliding_attention"):
-                raise keys.error(
-                    "layer_types", f"has {kind!r}; known are full_attention and sliding_attention"
-                )
+                raise keys.error("layer_types", f"has {kind!r}; known are full_attention and sliding_attention")
         return given
     family = keys.defaults["model_type"]
     if family == "gemma3_text":
@@ -250,9 +246,7 @@ _FAMILY_FACTS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "gemma2": _gemma,
     "gemma3_text": _gemma,
     "smollm3": _llama,
-    "olmo2": lambda keys: (
-        _attention_biases(keys) | {"pre_norms": False, "post_norms": True, "qk_norm": "full"}
-    ),
+    "olmo2": lambda keys: _attention_biases(keys) | {"pre_norms": False, "post_norms": True, "qk_norm": "full"},
     "granite": _granite,
     "glm4": lambda keys: {"qkv_bias": keys.flag("attention_bias"), "post_norms": True},
 }

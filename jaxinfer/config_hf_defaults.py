@@ -56,7 +56,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "eos_token_id": 32000,
     },
     "gemma2": _GEMMA
-    | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    | {
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "use_bidirectional_attention": None,
+    },
     "gemma3_text": _GEMMA
     | {
         "vocab_size": 262208,
@@ -98,7 +103,5 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    name: _COMMON | own | {"model_type": name} for name, own in _FAMILIES.items()
-}
+DEFAULTS: dict[str, dict[str, Any]] = {name: _COMMON | own | {"model_type": name} for name, own in _FAMILIES.items()}
 """By `model_type`; each entry names its `model_type` itself."""

@@ -35,12 +35,15 @@ def rope_config(keys: Keys, head_dim: int, max_position_embeddings: int, layer_t
     }
     found = keys.nested(name, parameters, top_level | _DEFAULTS)
     kind = _kind(found, family)
+    theta = found.number("rope_theta")
+    if theta <= 1:
+        raise found.error("rope_theta", "is not above 1")
     rotary_dim = int(head_dim * found.number("partial_rotary_factor"))
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim or (kind == "dynamic" and rotary_dim == 2):
         raise found.error("partial_rotary_factor", f"rotates {rotary_dim} of {head_dim} dimensions of a head")
     common: dict[str, Any] = {
         "kind": kind,
-        "theta": found.number("rope_theta"),
+        "theta": theta,
         "rotary_dim": rotary_dim,
         "interleaved": family == "glm4",
     }
@@ -90,9 +93,7 @@ def _parameters(keys: Keys, layer_type: str) -> tuple[str, Mapping[str, Any]]:
         if nested is None and keys.defaults["model_type"] == "gemma3_text":
             return key, {}
         if not isinstance(nested, Mapping):
-            raise ValueError(
-                f"{keys.place}: {key} has no dictionary for {layer_type}, which layer_types names"
-            )
+            raise ValueError(f"{keys.place}: {key} has no dictionary for {layer_type}, which layer_types names")
         return f"{key}.{layer_type}", nested
     return "rope_scaling", {}
 
@@ -116,8 +117,8 @@ def _original_length(keys: Keys, found: Keys, max_position_embeddings: int) -> i
     key = "original_max_position_embeddings"
     for place in (keys, found):
         if place.has(key):
-            return place.integer(key)
-    return keys.integer(key) if key in keys.defaults else max_position_embeddings
+            return place.integer(key, least=2)
+    return keys.integer(key) if key in keys.defaults else max(max_position_embeddings, 2)
 
 
 def _llama3(found: Keys) -> dict[str, Any]:

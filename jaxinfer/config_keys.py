@@ -18,8 +18,10 @@ class Keys:
     place: str = "config.json"
 
     def error(self, key: str, problem: str) -> ValueError:
-        """A ValueError saying that `key`, as it stands, has `problem`."""
-        return ValueError(f"{self.place}: {key} {self._shown(key)} {problem}")
+        """A ValueError that names `key`, shows a short value, and says what the `problem` is."""
+        value = self.values.get(key, self.defaults.get(key))
+        shown = key if isinstance(value, list | tuple | Mapping) else f"{key} {value!r}"
+        return ValueError(f"{self.place}: {shown} {problem}")
 
     def has(self, key: str) -> bool:
         """Whether the file itself gives `key` a value other than null."""
@@ -29,18 +31,18 @@ class Keys:
         """The keys of a dictionary inside this one."""
         return Keys(values, defaults, f"{self.place}: {key}")
 
-    def integer(self, key: str, least: int = 1) -> int:
+    def integer(self, key: str, least: int = 1, most: int = 2**31 - 1) -> int:
         value = self._get(key)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self._expected(key, value, f"an integer of at least {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self._expected(key, value, f"an integer from {least} to {most}")
         return value
 
     def number(self, key: str) -> float:
         """A positive finite number, whether the file writes 8 or 8.0."""
         value = self._get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if not _is_positive_number(value):
             raise self._expected(key, value, "a positive number")
         return float(value)
 
@@ -78,9 +80,7 @@ class Keys:
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         """A list of `length` positive numbers."""
         value = self.optional_list(key, length)
-        if value is None or not all(
-            isinstance(entry, int | float) and not isinstance(entry, bool) and entry > 0 for entry in value
-        ):
+        if value is None or not all(_is_positive_number(entry) for entry in value):
             raise ValueError(f"{self.place}: {key} must be a list of {length} positive numbers")
         return tuple(float(entry) for entry in value)
 
@@ -91,9 +91,10 @@ class Keys:
             return self.defaults[key]
         raise ValueError(f"{self.place}: {key} is missing; it has no default for this kind of model")
 
-    def _shown(self, key: str) -> str:
-        value = self.values.get(key, self.defaults.get(key))
-        return "" if isinstance(value, list | tuple | Mapping) else repr(value)
-
     def _expected(self, key: str, value: Any, expected: str) -> ValueError:
         return ValueError(f"{self.place}: {key} is {value!r}; expected {expected}")
+
+
+def _is_positive_number(value: Any) -> bool:
+    """Whether JSON gave a number that float32 arithmetic can start from: not NaN, infinite, or astronomic."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30

@@ -2,7 +2,7 @@
 
 Angles are computed in fixed-point turns, not in float32 radians. At position 131071 a float32 product is off
 by up to 0.008 rad, and a bfloat16 one is noise from position 256 on; the fixed-point product drops whole
-turns exactly, is good to 1e-6 rad, and spares the GPU the slow path of sin and cos for large arguments.
+turns exactly, is good to 1e-6 rad there, and spares the GPU the slow path of sin and cos for large arguments.
 """
 
 import math
@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from jaxinfer.config import RopeConfig
 
-_LOW_BITS = 12
-"""Bits below the 32 that hold a fraction of a turn; positions stay below 2 ** (32 - _LOW_BITS)."""
+_LOW_BITS = 8
+"""Bits of a frequency after the first 32. With 8, positions may go to 2 ** 24, and 2 ** 17 is good to 4e-7 rad."""
 
 MAX_POSITIONS = 1 << (32 - _LOW_BITS)
 
@@ -35,7 +35,7 @@ def rope_tables(
 ) -> tuple[Float32[Array, "batch tokens half"], Float32[Array, "batch tokens half"]]:
     """Cos and sin of every token's angles, times the attention factor, in float32 whatever the model's dtype.
 
-    `positions` are from 0 to `MAX_POSITIONS` - 1, which is 1,048,575. `context_lengths` is the longest length
+    `positions` are from 0 to `MAX_POSITIONS` - 1, 16,777,215. `context_lengths` is the longest length
     each row will reach, the same in every step of its life: keys already in the cache were rotated for it.
     It chooses between the short and long factors of `longrope` and sets the base of `dynamic`; the other
     kinds do not depend on it.
@@ -66,12 +66,10 @@ def apply_rope(
         first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
-    pair = (first * cos - second * sin, second * cos + first * sin)
-    if interleaved:
-        rotated = jnp.stack(pair, axis=-1).reshape(rotated.shape)
-    else:
-        rotated = jnp.concatenate(pair, axis=-1)
-    return jnp.concatenate([rotated.astype(x.dtype), x[..., rotary_dim:]], axis=-1)
+    pair = [first * cos - second * sin, second * cos + first * sin]
+    join = jnp.stack if interleaved else jnp.concatenate
+    rotated = join(pair, axis=-1).reshape(rotated.shape).astype(x.dtype)
+    return jnp.concatenate([rotated, x[..., rotary_dim:]], axis=-1)
 
 
 def _row_turns(

@@ -57,9 +57,7 @@ UNSCALED = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
-LLAMA3 = rope(
-    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
-)
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0, beta_slow=0.5)
 LONGROPE_FACTORS = {
     "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],

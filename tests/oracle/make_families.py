@@ -156,9 +156,7 @@ class Oracle:
         assert not any(report.values()), report
         self.config, self.weights = loaded, model.state_dict()
 
-    def model(
-        self, config: transformers.PreTrainedConfig | None = None, dtype=torch.float32
-    ) -> torch.nn.Module:
+    def model(self, config: transformers.PreTrainedConfig | None = None, dtype=torch.float32) -> torch.nn.Module:
         model = build_model(config or self.config).to(dtype)
         model.load_state_dict({name: weight.to(dtype) for name, weight in self.weights.items()})
         model.tie_weights()
@@ -202,9 +200,7 @@ class Oracle:
         return np.array(result)
 
 
-def find_tokens(
-    oracle: Oracle, rng: np.random.Generator, num_tokens: int
-) -> tuple[np.ndarray, np.ndarray, float]:
+def find_tokens(oracle: Oracle, rng: np.random.Generator, num_tokens: int) -> tuple[np.ndarray, np.ndarray, float]:
     """Random rows on which float32 is accurate: now and then a random network is ill-conditioned."""
     for _ in range(20):
         tokens = rng.integers(0, num_tokens, (3, SEQUENCE_LENGTH))
@@ -239,8 +235,7 @@ def write_expected(case: Case, folder: pathlib.Path) -> None:
     num_tokens = case.num_tokens or (90 if case.model_type == "gemma3" else vocab_size)
     tokens, logits, error = find_tokens(oracle, rng, num_tokens)
     changes = [
-        np.abs(oracle.logits(tokens, build_config(case, **change)) - logits).max()
-        for change in case.must_matter
+        np.abs(oracle.logits(tokens, build_config(case, **change)) - logits).max() for change in case.must_matter
     ]
     assert all(change > 0.1 for change in changes), f"{case.name}: {changes} for {case.must_matter}"
     prompt, continuation, margins = find_continuation(case, oracle, rng, num_tokens)
