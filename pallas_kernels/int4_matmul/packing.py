@@ -1,0 +1,149 @@
+"""The packed INT4 weight: its canonical form, and the order of bits that the Hopper kernel reads.
+
+A weight is `[out_features, in_features]` as checkpoints store it. Groups run along the inputs; the last one may be shorter.
+Every function takes NumPy or JAX arrays and returns the same kind.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Layout = Literal["canonical", "mosaic"]
+Kind = Literal["symmetric", "zero_point", "minimum", "code_book"]
+
+TILE = 64
+"""The Mosaic kernel's tiles are 64 x 64."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedInt4:
+    """A weight of 4-bit codes. The value of a code is
+
+    - `scale * (code - 8)` if there is neither offset nor book ("symmetric"),
+    - `scale * (code - offset)` if offsets are uint8 ("zero_point"),
+    - `scale * code + offset` if offsets are floating ("minimum"),
+    - `scale * book[code]` if there is a book ("code_book").
+
+    | layout | codes | scales, offsets |
+    |---|---|---|
+    | canonical | uint8[out, ceil(in / 2)], the even input in the low half | [out, groups] |
+    | mosaic | int32[ceil(out / 64), ceil(in / 64), 4, 128], see `to_mosaic` | [groups, out rounded up to 64] |
+
+    `shape` is (out_features, in_features) without padding.
+    """
+
+    codes: Any
+    scales: Any
+    offsets: Any
+    book: Any
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    group_size: int = dataclasses.field(metadata={"static": True})
+    layout: Layout = dataclasses.field(metadata={"static": True}, default="canonical")
+
+    @property
+    def kind(self) -> Kind:
+        if self.book is not None:
+            return "code_book"
+        if self.offsets is None:
+            return "symmetric"
+        return "minimum" if jnp.issubdtype(self.offsets.dtype, jnp.floating) else "zero_point"
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.shape[1] // self.group_size)
+
+
+def from_codes(codes: Any, scales: Any, offsets: Any = None, *, group_size: int, book: Any = None) -> PackedInt4:
+    """Packs codes uint8[out, in], one a byte, with scales (and offsets) [out, groups] into the canonical form."""
+    out_features, in_features = codes.shape
+    if not 1 <= group_size:
+        raise ValueError(f"group_size is {group_size}; expected a positive number, such as 128")
+    group_size = min(group_size, in_features)
+    expected = (out_features, -(-in_features // group_size))
+    for name, array in (("scales", scales), ("offsets", offsets)):
+        if array is not None and tuple(array.shape) != expected:
+            raise ValueError(
+                f"{name} have shape {tuple(array.shape)}; codes {tuple(codes.shape)} in groups of {group_size} need {expected}"
+            )
+    if codes.dtype != jnp.uint8:
+        raise ValueError(f"codes are {codes.dtype}; expected uint8 holding 0..15")
+    if book is not None and (offsets is not None or tuple(book.shape) != (16,)):
+        raise ValueError("a code book has 16 entries and takes the place of offsets; pass one or the other")
+    xp = codes.__array_namespace__()
+    even, odd = codes[:, 0::2], codes[:, 1::2]
+    odd = xp.pad(odd, ((0, 0), (0, even.shape[1] - odd.shape[1])))
+    packed = even | (odd << xp.uint8(4))
+    return PackedInt4(packed, scales, offsets, book, (out_features, in_features), group_size)
+
+
+def unpack_codes(weight: PackedInt4) -> Any:
+    """The codes of a weight of either layout, uint8[out, in], one a byte."""
+    xp = weight.codes.__array_namespace__()
+    out_features, in_features = weight.shape
+    if weight.layout == "canonical":
+        halves = xp.stack([weight.codes & xp.uint8(15), weight.codes >> xp.uint8(4)], axis=-1)
+        return halves.reshape(out_features, -1)[:, :in_features]
+    row_tiles, column_tiles = weight.codes.shape[:2]
+    words = _bits(weight.codes, jnp.uint32).reshape(row_tiles, column_tiles, 4, 8, 4, 4)
+    # Axes: row tile, column tile, warp, row, lane of four, 16-column step; then the element, column half and row half.
+    nibbles = xp.stack([(words >> xp.uint32(4 * i)) & xp.uint32(15) for i in range(8)], axis=-1).astype(xp.uint8)
+    nibbles = nibbles.reshape(row_tiles, column_tiles, 4, 8, 4, 4, 2, 2, 2)
+    codes = nibbles.transpose(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(row_tiles * TILE, column_tiles * TILE)
+    return codes[:out_features, :in_features]
+
+
+def to_mosaic(weight: PackedInt4) -> PackedInt4:
+    """Repacks a canonical weight into the order in which the Hopper kernel's threads hold it.
+
+    A 64 x 64 tile is 512 words; thread t of the warpgroup's 128 loads words 4t..4t+3, one for each step of 16 columns. Within
+    a step, the warp (t // 32) has 16 rows, and the word's nibbles are what `mma.m16n8k16` wants of its lane (t % 32):
+
+        bits    0-3      4-7      8-11     12-15    16-19    20-23    24-27    28-31
+        row     r        r + 8    r        r + 8    r        r + 8    r        r + 8      r = lane // 4
+        column  c        c        c + 8    c + 8    c + 1    c + 1    c + 9    c + 9      c = 2 (lane % 4)
+
+    so that `(word >> 4i) & 0x000F000F` is one register of two neighbouring columns. Padded codes are 0 under a scale of 0.
+    """
+    if weight.layout != "canonical":
+        raise ValueError(f"to_mosaic takes a canonical weight; this one has layout {weight.layout!r}")
+    xp = weight.codes.__array_namespace__()
+    codes = unpack_codes(weight)
+    pad_rows, pad_columns = (-size % TILE for size in weight.shape)
+    codes = xp.pad(codes, ((0, pad_rows), (0, pad_columns)))
+    row_tiles, column_tiles = codes.shape[0] // TILE, codes.shape[1] // TILE
+    # Axes: row tile, warp, row half, row, column tile, step, column half, lane of four, element.
+    nibbles = codes.reshape(row_tiles, 4, 2, 8, column_tiles, 4, 2, 4, 2).transpose(0, 4, 1, 3, 7, 5, 8, 6, 2)
+    nibbles = nibbles.reshape(row_tiles, column_tiles, 4, 128, 8)
+    words = xp.zeros(nibbles.shape[:-1], xp.uint32)
+    for i in range(8):
+        words = words | (nibbles[..., i].astype(xp.uint32) << xp.uint32(4 * i))
+
+    def by_group(values):
+        return None if values is None else xp.pad(values, ((0, pad_rows), (0, 0))).T.copy()
+
+    return dataclasses.replace(
+        weight,
+        codes=_bits(words, jnp.int32),
+        scales=by_group(weight.scales),
+        offsets=by_group(weight.offsets),
+        layout="mosaic",
+    )
+
+
+def to_canonical(weight: PackedInt4) -> PackedInt4:
+    """Undoes `to_mosaic` exactly; a canonical weight comes back as it is."""
+    if weight.layout == "canonical":
+        return weight
+    rows = weight.shape[0]
+    offsets = None if weight.offsets is None else weight.offsets[:, :rows].T.copy()
+    return from_codes(
+        unpack_codes(weight), weight.scales[:, :rows].T.copy(), offsets, group_size=weight.group_size, book=weight.book
+    )
+
+
+def _bits(array: Any, dtype: Any) -> Any:
+    return lax.bitcast_convert_type(array, dtype) if isinstance(array, jax.Array) else array.view(dtype)

@@ -1,0 +1,39 @@
+"""INT4 matrix product in plain jax.numpy: the definition, the test oracle and the CPU path."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.int4_matmul.packing import PackedInt4, unpack_codes
+
+
+def dequantize(weight: PackedInt4, dtype: DTypeLike = jnp.float32) -> Float[Array, "out in"]:
+    """The weight's values [out_features, in_features], computed in float32 and rounded once to `dtype`."""
+    out_features, in_features = weight.shape
+
+    def spread(values):
+        values = jnp.asarray(values)
+        if weight.layout == "mosaic":
+            values = values[:, :out_features].T
+        return jnp.repeat(values.astype(jnp.float32), weight.group_size, axis=1)[:, :in_features]
+
+    codes = jnp.asarray(unpack_codes(weight))
+    scales = spread(weight.scales)
+    match weight.kind:
+        case "symmetric":
+            values = scales * (codes.astype(jnp.float32) - 8.0)
+        case "zero_point":
+            values = scales * (codes.astype(jnp.float32) - spread(weight.offsets))
+        case "minimum":
+            values = scales * codes.astype(jnp.float32) + spread(weight.offsets)
+        case "code_book":
+            values = scales * jnp.asarray(weight.book).astype(jnp.float32)[codes]
+    return values.astype(dtype)
+
+
+def int4_matmul(x: Float[Array, "rows in"], weight: PackedInt4, *, out_dtype: DTypeLike) -> Float[Array, "rows out"]:
+    """x times the transposed weight, with the weight dequantised to x's dtype and float32 sums."""
+    values = dequantize(weight, x.dtype)
+    product = lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return product.astype(out_dtype)
