@@ -41,9 +41,7 @@ def read_json(folder: str | os.PathLike[str], filename: str, *, optional: bool =
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if size > MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"{path} has {size} bytes, which no {filename} of a model has; download it again"
-        )
+        raise CheckpointError(f"{path} has {size} bytes, which no {filename} of a model has; download it again")
     try:
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -65,17 +63,13 @@ class SafetensorsFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(
-                f"{self.path} is not a folder; expected a model folder with safetensors files"
-            )
+            raise CheckpointError(f"{self.path} is not a folder; expected a model folder with safetensors files")
         chosen, index = _choose_files(self.path)
         files = [SafetensorsFile(self.path / name) for name in chosen]
         self._file_of = _merge(files, self.path)
         if index is not None:
             _check_index(index, self._file_of, self.path)
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: file.tensors[name] for name, file in self._file_of.items()
-        }
+        self.tensors: Mapping[str, TensorInfo] = {name: file.tensors[name] for name, file in self._file_of.items()}
         unused = sorted(set(_safetensors_names(self.path)) - set(chosen))
         self.ignored: tuple[str, ...] = (
             *unused,
@@ -152,9 +146,7 @@ def _explain_no_weights(folder: Path) -> str:
             "are never loaded; save the model as safetensors, or download a revision that has them"
         )
     if any(name.endswith(".safetensors") for name in names):
-        return (
-            f"{folder} has only consolidated*.safetensors, which use other names; download model*.safetensors"
-        )
+        return f"{folder} has only consolidated*.safetensors, which use other names; download model*.safetensors"
     return f"{folder} has no .safetensors file; download the weights into it"
 
 
@@ -176,9 +168,7 @@ def _merge(files: list[SafetensorsFile], folder: Path) -> dict[str, SafetensorsF
     file_of: dict[str, SafetensorsFile] = {}
     twice: list[str] = []
     for file in files:
-        twice += [
-            f"{show(n)} ({file_of[n].path.name}, {file.path.name})" for n in file.tensors if n in file_of
-        ]
+        twice += [f"{show(n)} ({file_of[n].path.name}, {file.path.name})" for n in file.tensors if n in file_of]
         file_of |= dict.fromkeys(file.tensors, file)
     if twice:
         raise CheckpointError(

@@ -77,9 +77,7 @@ class SafetensorsFile:
         ends = {name: self._offsets[name] + info.nbytes for name, info in self.tensors.items()}
         end = max(ends.values(), default=0)
         if end > data_bytes:
-            raise CheckpointError(
-                f"{self.path} is truncated: {data_bytes} of {end} bytes are there; download it again"
-            )
+            raise CheckpointError(f"{self.path} is truncated: {data_bytes} of {end} bytes are there; download it again")
         position = 0
         for name in self.tensors:
             if self._offsets[name] != position:
@@ -108,9 +106,7 @@ class SafetensorsFile:
         shape, position = self._select(name, rows)
         dtype = DTYPES[self.tensors[name].dtype]
         if out.shape != shape:
-            raise ValueError(
-                f"{name}: the rows to read have shape {shape}, the array to read into {out.shape}"
-            )
+            raise ValueError(f"{name}: the rows to read have shape {shape}, the array to read into {out.shape}")
         if not out.flags.c_contiguous or not out.flags.writeable:
             raise ValueError(f"{name}: the array to read into must be C-contiguous and writable")
         if out.dtype != dtype and not (dtype in _FLOATS and out.dtype in _FLOATS):
@@ -136,9 +132,7 @@ class SafetensorsFile:
             start = rows.start if rows.start is not None else 0
             stop = rows.stop if rows.stop is not None else shape[0] if shape else 0
             if not shape or rows.step not in (None, 1) or not 0 <= start <= stop <= shape[0]:
-                raise ValueError(
-                    f"{name} has shape {shape}, which has no rows {start}:{stop} (step {rows.step or 1})"
-                )
+                raise ValueError(f"{name} has shape {shape}, which has no rows {start}:{stop} (step {rows.step or 1})")
             shape = (stop - start, *shape[1:])
         row_bytes = math.prod(shape[1:]) * DTYPES[self.tensors[name].dtype].itemsize
         return shape, self._data_start + self._offsets[name] + start * row_bytes
@@ -151,9 +145,7 @@ class SafetensorsFile:
             while view:  # one read returns at most 2 GiB on Linux
                 count = file.readinto(view)
                 if not count:
-                    raise CheckpointError(
-                        f"{self.path} ends inside tensor {show(name)}; it changed while open"
-                    )
+                    raise CheckpointError(f"{self.path} ends inside tensor {show(name)}; it changed while open")
                 view = view[count:]
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
@@ -182,18 +174,14 @@ def _read_header(file: FileIO, path: Path) -> tuple[dict[str, Any], int, int]:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if prefix == b"version ":
-            raise CheckpointError(
-                f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder"
-            )
+            raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
         if len(prefix) < 8 or length > size - 8:
             raise CheckpointError(
                 f"{path} has {size} bytes, too few for its header: "
                 "it is truncated or no safetensors file; download it again"
             )
         if length > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{path} has a header of {length} bytes; the format allows {MAX_HEADER_BYTES}"
-            )
+            raise CheckpointError(f"{path} has a header of {length} bytes; the format allows {MAX_HEADER_BYTES}")
         raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -231,14 +219,10 @@ def _parse_tensor(name: str, value: Any, path: Path) -> tuple[TensorInfo, int]:
         raise CheckpointError(f"{where} has dtype {show(dtype)}; supported are {', '.join(DTYPES)}")
     shape = _parse_sizes(value.get("shape"))
     if shape is None or len(shape) > MAX_RANK or math.prod(size for size in shape if size) > MAX_SIZE:
-        raise CheckpointError(
-            f"{where} has the impossible shape {show(value.get('shape'))}; the file is damaged"
-        )
+        raise CheckpointError(f"{where} has the impossible shape {show(value.get('shape'))}; the file is damaged")
     offsets = _parse_sizes(value.get("data_offsets"))
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(
-            f"{where} has bad data_offsets {show(value.get('data_offsets'))}; the file is damaged"
-        )
+        raise CheckpointError(f"{where} has bad data_offsets {show(value.get('data_offsets'))}; the file is damaged")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
         raise CheckpointError(

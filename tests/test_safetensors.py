@@ -72,9 +72,7 @@ def test_a_file_of_mixed_dtypes(tmp_path, rng):
         assert read.flags.owndata
 
 
-@pytest.mark.parametrize(
-    "rows", [slice(0, 3), slice(2, 5), slice(None, 4), slice(4, None), slice(3, 3), slice(0, 6)]
-)
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(2, 5), slice(None, 4), slice(4, None), slice(3, 3), slice(0, 6)])
 def test_rows_are_those_of_the_whole_tensor(tmp_path, rng, rows):
     array = random_bits(rng, "BF16", (6, 5, 3))
     other = random_bits(rng, "F32", (11,))
@@ -148,9 +146,7 @@ def test_read_into_refuses_arrays_that_do_not_fit(tmp_path, rng):
         folder.read_into("w", np.zeros((4, 6), np.float32))
     with pytest.raises(ValueError, match="C-contiguous"):
         folder.read_into("w", np.zeros((4, 6), np.float32).T)
-    with pytest.raises(
-        ValueError, match="i is int32 in the file and cannot be read into an array of float32"
-    ):
+    with pytest.raises(ValueError, match="i is int32 in the file and cannot be read into an array of float32"):
         folder.read_into("i", np.zeros(2, np.float32))
 
 
@@ -218,9 +214,7 @@ def test_sharded_folder(tmp_path):
 def test_missing_shards_are_named(tmp_path):
     shard(tmp_path, A, "one")
     write_index(tmp_path, {"one": A, "two": B, "three": "model-x.safetensors"})
-    with pytest.raises(
-        CheckpointError, match=f"lacks 2 of the 3 shards.*: {B}, model-x.safetensors; download"
-    ):
+    with pytest.raises(CheckpointError, match=f"lacks 2 of the 3 shards.*: {B}, model-x.safetensors; download"):
         SafetensorsFolder(tmp_path)
 
 
@@ -231,10 +225,7 @@ def test_index_and_shards_that_disagree(tmp_path):
     with pytest.raises(CheckpointError) as error:
         SafetensorsFolder(tmp_path)
     message = str(error.value)
-    assert (
-        f"3 tensors that it names are not in their shard: 'lacking' ({A}), 'moved' ({A}), 'also' ({B})"
-        in message
-    )
+    assert f"3 tensors that it names are not in their shard: 'lacking' ({A}), 'moved' ({A}), 'also' ({B})" in message
     assert f"1 tensors of its shards are not in it: 'surplus' ({A})" in message
     (tmp_path / INDEX_FILE).unlink()  # the remedy that the message gives
     assert set(SafetensorsFolder(tmp_path).tensors) == {"one", "surplus", "moved"}
@@ -266,9 +257,7 @@ def test_several_files_without_index(tmp_path):
 
 def test_numbered_shards_without_index_must_be_complete(tmp_path):
     shard(tmp_path, "model-00002-of-00002.safetensors", "two")
-    with pytest.raises(
-        CheckpointError, match=r"1 of the 2 shards model-\*-of-00002.safetensors and no model"
-    ):
+    with pytest.raises(CheckpointError, match=r"1 of the 2 shards model-\*-of-00002.safetensors and no model"):
         SafetensorsFolder(tmp_path)
     shard(tmp_path, "model-00001-of-00002.safetensors", "one")
     assert set(SafetensorsFolder(tmp_path).tensors) == {"one", "two"}
@@ -322,9 +311,7 @@ def test_not_a_folder_and_no_such_tensor(tmp_path):
 
 
 def test_read_json(tmp_path):
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "llama", "eos": [1, 2], "x": Infinity, "é": null}', "utf-8"
-    )
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "eos": [1, 2], "x": Infinity, "é": null}', "utf-8")
     assert read_json(tmp_path, "config.json") == {
         "model_type": "llama",
         "eos": [1, 2],
