@@ -20,7 +20,7 @@ from checkpoints.tensors import TensorInfo
 # A header holds the tokenizer: 256k tokens with merges and scores are about 20 MB. Parsed lists take up to
 # eight times the bytes in the file, so this also bounds memory.
 _MAX_HEADER_BYTES = 1 << 27
-_MAX_NAME_BYTES = 65535
+_MAX_NAME_BYTES = 1024
 _MAX_ARRAY_DEPTH = 4
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
@@ -75,12 +75,8 @@ def parse_header(data: bytes | mmap.mmap, path: str) -> Header:
     version = cursor.scalar(_U32)
     if version not in (2, 3):
         if version & 0xFFFF == 0:
-            raise cursor.error(
-                "a big-endian GGUF file; convert it with gguf-convert-endian from the gguf package"
-            )
-        raise cursor.error(
-            f"GGUF version {version} is not supported; convert the model again (versions 2 and 3 are)"
-        )
+            raise cursor.error("a big-endian GGUF file; convert it with gguf-convert-endian from the gguf package")
+        raise cursor.error(f"GGUF version {version} is not supported; convert the model again (versions 2 and 3 are)")
     num_tensors, num_pairs = cursor.scalar(_U64), cursor.scalar(_U64)
     if num_tensors * _MIN_TENSOR_BYTES + num_pairs * _MIN_KEY_VALUE_BYTES > cursor.remaining:
         raise cursor.error(
@@ -131,9 +127,7 @@ class _Cursor:
     def name(self, what: str) -> str:
         length = self.scalar(_U64)
         if not 0 < length <= _MAX_NAME_BYTES:
-            raise self.error(
-                f"a {what} of {length} bytes; 1 to {_MAX_NAME_BYTES} are allowed, the file is damaged"
-            )
+            raise self.error(f"a {what} of {length} bytes; 1 to {_MAX_NAME_BYTES} are allowed, the file is damaged")
         return self.text(length, what)
 
     def text(self, length: int, what: str) -> str:
@@ -184,9 +178,7 @@ class _Cursor:
                     break
                 values.append(str(data[start:position], "utf-8"))
         except UnicodeDecodeError as e:
-            raise self.error(
-                f"element {len(values)} of metadata key {key!r} is not UTF-8 ({e.reason})"
-            ) from None
+            raise self.error(f"element {len(values)} of metadata key {key!r} is not UTF-8 ({e.reason})") from None
         if len(values) < count:
             raise self.error(
                 f"truncated or damaged in the header: metadata key {key!r} ends after {len(values)} of "
@@ -211,9 +203,7 @@ def _parse_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Ten
             raise cursor.error(f"tensor {name!r} appears twice")
         num_dimensions = cursor.scalar(_U32)
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-            raise cursor.error(
-                f"tensor {name!r} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are allowed"
-            )
+            raise cursor.error(f"tensor {name!r} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are allowed")
         # Stored innermost first; row-major shapes are outermost first.
         shape = tuple(cursor.scalar(_U64) for _ in range(num_dimensions))[::-1]
         type_ = _tensor_type(cursor, cursor.scalar(_U32), name)
@@ -240,8 +230,7 @@ def _tensor_type(cursor: _Cursor, type_id: int, name: str) -> GGMLType:
         called = f" ({UNSUPPORTED_TYPES[type_id]})" if type_id in UNSUPPORTED_TYPES else ""
         known = ", ".join(f"{t.name}={t.id}" for t in GGML_TYPES.values())
         raise cursor.error(
-            f"tensor {name!r} has type {type_id}{called}, which is not supported; "
-            f"quantise the model to one of {known}"
+            f"tensor {name!r} has type {type_id}{called}, which is not supported; quantise the model to one of {known}"
         )
     return GGML_TYPES[type_id]
 

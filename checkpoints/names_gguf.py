@@ -69,9 +69,7 @@ def gguf_sources(
     an architecture not in `ARCHITECTURES`.
     """
     if arch not in ARCHITECTURES:
-        raise ValueError(
-            f"GGUF architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
-        )
+        raise ValueError(f"GGUF architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
     available = frozenset(available)
     sources: dict[str, TensorSource] = {}
 
@@ -118,8 +116,6 @@ def unpermute_rows(array: np.ndarray, heads: int) -> np.ndarray:
     Raises ValueError if the rows are not `heads` runs of even length.
     """
     if heads < 1 or array.ndim == 0 or array.shape[0] % (2 * heads):
-        raise ValueError(
-            f"{heads} heads of an even number of rows do not make up an array of shape {array.shape}"
-        )
+        raise ValueError(f"{heads} heads of an even number of rows do not make up an array of shape {array.shape}")
     pairs = array.reshape(heads, -1, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)

@@ -55,9 +55,7 @@ _FAMILIES = {
         logits_softcap=30.0,
         wide_scale_layers=46,
     ),
-    "gemma3": _Family(
-        "gemma3", qk_norm="head", post_norms=True, gemma=True, sliding_period=6, wide_scale_layers=62
-    ),
+    "gemma3": _Family("gemma3", qk_norm="head", post_norms=True, gemma=True, sliding_period=6, wide_scale_layers=62),
     "smollm3": _Family("smollm3"),
     "olmo2": _Family("olmo2", qk_norm="full", pre_norms=False, post_norms=True, sliding_period=4),
     "granite": _Family("granite"),
@@ -101,18 +99,14 @@ def from_gguf(
     """
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in _FAMILIES:
-        raise ValueError(
-            f"GGUF architecture {arch!r} is not supported; supported are {', '.join(sorted(_FAMILIES))}"
-        )
+        raise ValueError(f"GGUF architecture {arch!r} is not supported; supported are {', '.join(sorted(_FAMILIES))}")
     family, keys = _FAMILIES[arch], GGUFKeys(metadata, arch)
     for key, absent in _ABSENT.items():
         if (value := keys.get(key, absent)) != absent:
             raise ValueError(f"{arch}.{key} is {value!r} in the GGUF metadata, which is not supported")
     sections = keys.get("rope.dimension_sections", [])
     if not isinstance(sections, list) or any(sections):
-        raise ValueError(
-            f"{arch}.rope.dimension_sections: multimodal RoPE is not supported; use a text-only model"
-        )
+        raise ValueError(f"{arch}.rope.dimension_sections: multimodal RoPE is not supported; use a text-only model")
 
     hidden_size = keys.integer("embedding_length")
     num_layers = _num_layers(keys, tensors)
@@ -120,13 +114,10 @@ def from_gguf(
     num_kv_heads = keys.integer("attention.head_count_kv", num_heads)
     head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
     if num_heads % num_kv_heads:
-        raise ValueError(
-            f"{arch}.attention.head_count {num_heads} is not a multiple of head_count_kv {num_kv_heads}"
-        )
+        raise ValueError(f"{arch}.attention.head_count {num_heads} is not a multiple of head_count_kv {num_kv_heads}")
     if (value_length := keys.integer("attention.value_length", head_dim)) != head_dim:
         raise ValueError(
-            f"{arch}.attention.value_length {value_length} differs from key_length {head_dim}, "
-            "which is not supported"
+            f"{arch}.attention.value_length {value_length} differs from key_length {head_dim}, which is not supported"
         )
     vocab_size = _vocab_size(tensors, hidden_size)
     wide_scale = num_layers == family.wide_scale_layers
@@ -189,9 +180,7 @@ def _num_tokens(metadata: Mapping[str, Any], vocab_size: int) -> int:
     """Number of real tokens: converters name the ids that only pad the embedding [PAD{id}]."""
     tokens, types = _tokens(metadata)
     if len(tokens) > vocab_size:
-        raise ValueError(
-            f"the GGUF tokenizer has {len(tokens)} tokens, token_embd.weight only {vocab_size} rows"
-        )
+        raise ValueError(f"the GGUF tokenizer has {len(tokens)} tokens, token_embd.weight only {vocab_size} rows")
     count = len(tokens)
     while count and tokens[count - 1] == f"[PAD{count - 1}]" and types[count - 1 : count] in ([], [_UNUSED]):
         count -= 1
@@ -201,9 +190,7 @@ def _num_tokens(metadata: Mapping[str, Any], vocab_size: int) -> int:
 def _tokens(metadata: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
     if not isinstance(tokens, list) or not isinstance(types, list) or len(types) not in (0, len(tokens)):
-        raise ValueError(
-            "tokenizer.ggml.tokens and .token_type in the GGUF metadata must be arrays of one length"
-        )
+        raise ValueError("tokenizer.ggml.tokens and .token_type in the GGUF metadata must be arrays of one length")
     return tokens, types
 
 
@@ -221,9 +208,7 @@ def _eos_token_ids(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, .
     special = {
         i
         for i, text in enumerate(tokens)
-        if isinstance(text, str)
-        and text in _END_TEXTS
-        and (not types or types[i] in (_CONTROL, _USER_DEFINED))
+        if isinstance(text, str) and text in _END_TEXTS and (not types or types[i] in (_CONTROL, _USER_DEFINED))
     }
     return tuple(dict.fromkeys([*(i for i in named if i is not None), *sorted(special)]))
 

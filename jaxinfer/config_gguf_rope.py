@@ -26,17 +26,13 @@ def read_rope(
     """
     rotary_dim = keys.integer("rope.dimension_count", head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
-        raise ValueError(
-            f"{keys.arch}.rope.dimension_count is {rotary_dim}; expected an even number <= {head_dim}"
-        )
+        raise ValueError(f"{keys.arch}.rope.dimension_count is {rotary_dim}; expected an even number <= {head_dim}")
 
     def factors(name: str) -> tuple[float, ...]:
         if name not in tensors:
             return ()
         if tensors[name].shape != (rotary_dim // 2,):
-            raise ValueError(
-                f"{name} has shape {tensors[name].shape} in the GGUF file; expected ({rotary_dim // 2},)"
-            )
+            raise ValueError(f"{name} has shape {tensors[name].shape} in the GGUF file; expected ({rotary_dim // 2},)")
         values = read(name).astype(np.float64)
         if not np.all((values > 0) & np.isfinite(values)):
             raise ValueError(f"{name} in the GGUF file must hold finite numbers > 0")
@@ -63,18 +59,13 @@ def read_rope(
     if scaling == "linear":
         return dataclasses.replace(plain, kind="linear", factor=factor)
     raise ValueError(
-        f"{keys.arch}.rope.scaling.type is {scaling!r} in the GGUF metadata; "
-        "supported are none, linear, yarn, longrope"
+        f"{keys.arch}.rope.scaling.type is {scaling!r} in the GGUF metadata; supported are none, linear, yarn, longrope"
     )
 
 
-def _longrope(
-    plain: RopeConfig, keys: GGUFKeys, short: tuple[float, ...], long: tuple[float, ...]
-) -> RopeConfig:
+def _longrope(plain: RopeConfig, keys: GGUFKeys, short: tuple[float, ...], long: tuple[float, ...]) -> RopeConfig:
     if not short or not long:
-        raise ValueError(
-            "longrope needs rope_factors_short.weight and rope_factors_long.weight in the GGUF file"
-        )
+        raise ValueError("longrope needs rope_factors_short.weight and rope_factors_long.weight in the GGUF file")
     original = keys.integer("rope.scaling.original_context_length", minimum=2)
     factor = keys.integer("context_length") / original
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
@@ -91,9 +82,7 @@ def _longrope(
 
 def _yarn(plain: RopeConfig, keys: GGUFKeys, factor: float) -> RopeConfig:
     if factor < 1:
-        raise ValueError(
-            f"{keys.arch}.rope.scaling.factor is {factor} in the GGUF metadata; yarn needs one >= 1"
-        )
+        raise ValueError(f"{keys.arch}.rope.scaling.factor is {factor} in the GGUF metadata; yarn needs one >= 1")
     log_multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
     mscale = (0.1 * math.log(factor) + 1) / (0.1 * log_multiplier * math.log(factor) + 1)
     return dataclasses.replace(

@@ -19,9 +19,7 @@ class GGUFKeys:
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         value = self._single(key, default)
         if type(value) is not int or not minimum <= value < 2**31:
-            raise ValueError(
-                f"{self.arch}.{key} is {value!r} in the GGUF metadata; expected an integer >= {minimum}"
-            )
+            raise ValueError(f"{self.arch}.{key} is {value!r} in the GGUF metadata; expected an integer >= {minimum}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

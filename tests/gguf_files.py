@@ -2,15 +2,15 @@
 
     gguf_files.write(path, {"general.architecture": "llama"}, {"a": np.zeros((2, 3), np.float32)})
 
-Metadata: str, bool, int (u32, i32 or u64, the first that fits), float (f32), lists of one of these, or `Typed`.
-Tensors: NumPy arrays (float32, float16, bfloat16, float64, integers) or `Packed` blocks.
+Metadata: str, bool, int (u32, i32 or u64, the first that fits), float (f32), lists of one of these, or
+`Typed`. Tensors: NumPy arrays (float32, float16, bfloat16, float64, integers) or `Packed` blocks.
 """
 
 import dataclasses
 import os
 import pathlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -67,7 +67,8 @@ class Packed:
 
 
 def random_blocks(rng: np.random.Generator, dtype: str, rows: int, columns: int) -> np.ndarray:
-    """Packed rows of a quantised type: every bit random but the float16 fields, which are finite and small."""
+    """Packed rows of a quantised type: every bit random but the float16 fields, which are finite and
+    small."""
     type_ = ggml_type(dtype)
     blocks = rng.integers(0, 256, (rows, columns // type_.block_elements, type_.block_bytes), dtype=np.uint8)
     for offset in SCALE_OFFSETS[dtype]:
@@ -173,7 +174,7 @@ def write(
 def write_split(
     folder: pathlib.Path,
     metadata: Mapping[str, Any],
-    parts: list[Mapping[str, np.ndarray | Packed]],
+    parts: Sequence[Mapping[str, np.ndarray | Packed]],
     *,
     prefix: str = "model",
 ) -> list[pathlib.Path]:
@@ -186,5 +187,5 @@ def write_split(
             "split.tensors.count": Typed(5, sum(len(part) for part in parts)),
         }
         path = folder / f"{prefix}-{number + 1:05}-of-{len(parts):05}.gguf"
-        paths.append(write(path, (metadata if number == 0 else {}) | split, tensors))
+        paths.append(write(path, (dict(metadata) if number == 0 else {}) | split, tensors))
     return paths
