@@ -47,7 +47,7 @@ class FamilyCase:
 
     @property
     def num_tokens(self) -> int:
-        """Ids from here to the vocabulary size are padding; `continuation` is greedy among the ids below."""
+        """`continuation` is greedy among the ids below; from here on they are padding (or, for gemma3, images)."""
         return int(self._expected["num_tokens"])
 
     @property
