@@ -139,9 +139,7 @@ class _Vocabulary:
         if add_bos and bos is None:
             raise ValueError("tokenizer.ggml.add_bos_token is true, but there is no valid bos_token_id; set one")
         if add_bos:
-            backend.post_processor = processors.TemplateProcessing(
-                single=["$bos", "$A"], special_tokens=[("$bos", bos)]
-            )
+            backend.post_processor = processors.TemplateProcessing(single=["BOS", "$A"], special_tokens=[("BOS", bos)])
         if self.get("add_eos_token", False):
             logger.info("tokenizer.ggml.add_eos_token is set and ignored: a prompt is there to be continued")
         special = {

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from jaxinfer.tokenization.sentencepiece import read_model
-from jaxinfer.tokenization.tokenizer import Tokenizer
+from jaxinfer.tokenization.tokenizer import Tokenizer, added_by_post_processor
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +117,10 @@ def _apply_bos_rule(
     bos = None if bos_token is None else backend.token_to_id(bos_token)
     if add_bos is None or bos is None:
         return
-    opening = Tokenizer(backend).opening_ids
+    opening, _ = added_by_post_processor(backend)
     if add_bos and not opening:
-        backend.post_processor = processors.TemplateProcessing(single=["$bos", "$A"], special_tokens=[("$bos", bos)])
-    elif not add_bos and opening == (bos,):
+        backend.post_processor = processors.TemplateProcessing(single=["BOS", "$A"], special_tokens=[("BOS", bos)])
+    elif not add_bos and opening == [bos]:
         backend.post_processor = processors.TemplateProcessing(single=["$A"], special_tokens=[])
 
 

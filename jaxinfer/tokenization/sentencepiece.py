@@ -139,7 +139,7 @@ class SentencePieceModel:
                 if position and parts[position - 1] in self.strip_after:
                     part = part.lstrip()
                 if self.remove_extra_whitespaces:
-                    part = re.sub(" +", " ", part).strip(" ")
+                    part = re.sub(" +", " ", part).lstrip(" ").rstrip(f" {SPACE}")
                 if self.add_space_prefix and part:
                     part = " " + part
                 parts[position] = part

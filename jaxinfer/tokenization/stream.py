@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
 from jaxinfer.tokenization.tokenizer import Tokenizer
 
@@ -58,12 +59,12 @@ class TextStream:
         """Whether a stop string has matched; tokens pushed from then on are ignored."""
         return self.stop_reason is not None
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Iterable[SupportsIndex]) -> str:
         """Takes the next tokens and returns the text that is certain now, often empty."""
         if self._finished:
             raise ValueError("push after finish: a TextStream serves one request; make a new one for the next")
         delta = ""
-        for token in token_ids:
+        for token in map(int, token_ids):
             if self.stopped:
                 break
             self.num_tokens += 1

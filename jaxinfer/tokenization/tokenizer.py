@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import tokenizers
 
@@ -31,7 +31,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         bos_token_id: int | None = None,
-        eos_token_ids: Iterable[int] = (),
+        eos_token_ids: Iterable[SupportsIndex] = (),
         chat_templates: Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
         prepare_text: Callable[[str], str] | None = None,
@@ -60,7 +60,7 @@ class Tokenizer:
             + ([] if bos_token_id is None else [bos_token_id])
             + list(self.eos_token_ids)
         )
-        self._prefix, self._suffix = _added_by_post_processor(backend)
+        self._prefix, self._suffix = added_by_post_processor(backend)
         self._suffix_reported = False
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class Tokenizer:
             )
         return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence of token ids; bytes that are not UTF-8 become U+FFFD.
 
         Exactly the tokens' bytes: no space is cleaned up. Only the leading space that a SentencePiece encoder
@@ -108,10 +108,10 @@ class Tokenizer:
         text = self.decode_bytes(ids, skip_special_tokens).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._bytes.strips_leading_space else text
 
-    def decode_bytes(self, ids: Iterable[int], skip_special_tokens: bool = True) -> bytes:
+    def decode_bytes(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> bytes:
         """Bytes of a sequence of token ids, joined."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        return b"".join(self.token_bytes(token) for token in ids if token not in skipped)
+        return b"".join(self.token_bytes(token) for token in map(int, ids) if token not in skipped)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes that a token stands for, often part of a character; of a special token, its name."""
@@ -180,7 +180,7 @@ class Tokenizer:
         )
 
 
-def _added_by_post_processor(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+def added_by_post_processor(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     """The tokens that the backend puts before and after a text."""
     if backend.post_processor is None:
         return [], []
