@@ -14,8 +14,8 @@ import numpy as np
 
 from checkpoints.tensors import TensorInfo
 from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
+from jaxinfer.config_gguf_keys import GGUFKeys
 from jaxinfer.config_gguf_rope import read_rope
-from jaxinfer.gguf_keys import GGUFKeys
 
 
 @dataclasses.dataclass(frozen=True)

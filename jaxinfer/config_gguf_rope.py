@@ -8,7 +8,7 @@ import numpy as np
 
 from checkpoints.tensors import TensorInfo
 from jaxinfer.config import RopeConfig
-from jaxinfer.gguf_keys import GGUFKeys
+from jaxinfer.config_gguf_keys import GGUFKeys
 
 
 def read_rope(
