@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import math
 import numbers
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ GREEDY_BELOW = 1e-5
 _INT32_MAX = 2**31 - 1
 
 
+@typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling options of one request; frozen, hashable, checked and normalised on construction.
