@@ -13,7 +13,7 @@ from jaxinfer.loop import DecodedChunk, DecodeState, decode_chunk, first_token
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta
 from jaxinfer.request import Request
-from jaxinfer.sampling import build_sampling_state
+from jaxinfer.sampling_state import build_sampling_state
 from jaxinfer.sampling_logprobs import Logprob, TokenLogprobs, logprob_tables
 
 PAGE_SIZE = 16

@@ -134,8 +134,8 @@ def _batches(model: Model, requests: Sequence[Request], max_batch_size: int) -> 
     for request in requests:
         if cost([request]) > budget:
             raise ValueError(
-                f"prompt {request.prompt_index} with max_tokens={request.max_tokens} needs {cost([request]) / 1e9:.2f} GB "
-                f"of KV cache and {budget / 1e9:.2f} GB are free; lower max_tokens or shorten the prompt"
+                f"prompt {request.prompt_index} with max_tokens={request.max_tokens} needs "
+                f"{cost([request]) / 1e9:.2f} GB of KV cache and {budget / 1e9:.2f} GB are free; lower max_tokens or shorten the prompt"
             )
         if groups and len(groups[-1]) < max_batch_size and cost([*groups[-1], request]) <= budget:
             groups[-1].append(request)

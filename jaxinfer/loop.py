@@ -1,7 +1,7 @@
 """The decode loop on the device: sample, append, repeat, for a static number of steps in one program.
 
-A chunk is a `fori_loop` with a static trip count (a `while_loop` that asks the device whether to go on costs twice as
-much for each kernel); rows that have finished are masked. The host dispatches the next chunk before it reads the
+A chunk is a loop with a static trip count (one that asks the device whether to go on costs twice as much for each
+kernel); rows that have finished are masked. The host dispatches the next chunk before it reads the
 last, so it never stands between two steps.
 """
 
@@ -10,14 +10,16 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxinfer import decoder
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.kv_cache import PagedKVCache
-from jaxinfer.sampling import SamplerVariant, SamplingState, sample
+from jaxinfer.sampling import sample
 from jaxinfer.sampling_logprobs import TokenLogprobs
+from jaxinfer.sampling_state import SamplerVariant, SamplingState
 
 
 @flax.struct.dataclass
@@ -41,10 +43,9 @@ class DecodeState:
 class DecodedChunk:
     """What a chunk generated. Row b's tokens are the first `counts[b]` of column b."""
 
-    tokens: Int32[Array, "steps batch"]
-    counts: Int32[Array, " batch"]
-    done: Bool[Array, " batch"]
-    failed: Bool[Array, " batch"]
+    tokens: Int32[Array | np.ndarray, "steps batch"]
+    counts: Int32[Array | np.ndarray, " batch"]
+    failed: Bool[Array | np.ndarray, " batch"]
     """The row ended because its logits were not finite; it has no token for that step."""
     logprobs: TokenLogprobs | None
 
@@ -56,7 +57,7 @@ def first_token(
     """Samples the first token of each row from prefill's logits; a chunk of one step."""
     state, step = _sample_step(logits, state, variant)
     tokens, counted, failed, logprobs = jax.tree.map(lambda leaf: leaf[None], step)
-    return state, DecodedChunk(tokens, counted[0].astype(jnp.int32), state.done, failed[0], logprobs)
+    return state, DecodedChunk(tokens, counted[0].astype(jnp.int32), failed[0], logprobs)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "variant", "num_steps"), donate_argnames=("cache", "state"))
@@ -71,12 +72,13 @@ def decode_chunk(
     variant: SamplerVariant,
     num_steps: int,
 ) -> tuple[PagedKVCache, DecodeState, DecodedChunk]:
-    """Runs `num_steps` decode steps. Rows not `active` (ended by the host: a stop string, say) are done from the start."""
+    """Runs `num_steps` decode steps. Rows not `active` (the host ended them: a stop string, say) are done at once."""
     state = state.replace(done=state.done | ~active)
 
-    def step(cache: PagedKVCache, state: DecodeState):
+    def step(carry: tuple[PagedKVCache, DecodeState], _: None):
+        cache, state = carry
         positions = jnp.where(state.done, jnp.int32(-1), state.positions)
-        hidden, cache_or_none = decoder.forward(
+        hidden, new_cache = decoder.forward(
             params,
             state.tokens[:, None],
             positions[:, None],
@@ -85,25 +87,16 @@ def decode_chunk(
             config=config,
             context_lengths=state.context_lengths,
         )
-        assert cache_or_none is not None
+        assert new_cache is not None
         logits = decoder.logits(params, hidden[:, 0], config)
         state = state.replace(positions=jnp.where(state.done, state.positions, state.positions + 1))
         state, outputs = _sample_step(logits, state, variant)
-        return cache_or_none, state, outputs
+        return (new_cache, state), outputs
 
-    outputs_shape = jax.eval_shape(step, cache, state)[2]
-    buffers = jax.tree.map(lambda leaf: jnp.zeros((num_steps, *leaf.shape), leaf.dtype), outputs_shape)
-
-    def body(index, carry):
-        cache, state, buffers = carry
-        cache, state, outputs = step(cache, state)
-        buffers = jax.tree.map(lambda buffer, leaf: buffer.at[index].set(leaf), buffers, outputs)
-        return cache, state, buffers
-
-    cache, state, buffers = jax.lax.fori_loop(0, num_steps, body, (cache, state, buffers))
-    tokens, counted, failed, logprobs = buffers
+    (cache, state), outputs = jax.lax.scan(step, (cache, state), None, length=num_steps)
+    tokens, counted, failed, logprobs = outputs
     counts = jnp.sum(counted, axis=0, dtype=jnp.int32)
-    return cache, state, DecodedChunk(tokens, counts, state.done, jnp.any(failed, axis=0), logprobs)
+    return cache, state, DecodedChunk(tokens, counts, jnp.any(failed, axis=0), logprobs)
 
 
 def _sample_step(

@@ -84,7 +84,8 @@ def _resolve(path_or_name: str | os.PathLike[str]) -> pathlib.Path:
     path = pathlib.Path(path_or_name).expanduser()
     if not path.exists():
         text = os.fspath(path_or_name)
-        looks_like_path = path.is_absolute() or text.startswith((".", "~")) or path.suffix or text.count("/") > 1
+        is_file_name = path.suffix in (".gguf", ".safetensors", ".json") and ":" not in text
+        looks_like_path = path.is_absolute() or text.startswith((".", "~")) or is_file_name or text.count("/") > 1
         if looks_like_path:
             raise FileNotFoundError(f"{text}: no such file or folder")
         path = pull(text)
@@ -104,9 +105,7 @@ def _resolve(path_or_name: str | os.PathLike[str]) -> pathlib.Path:
 
 def _load_folder(path: pathlib.Path, name: str, dtype: jnp.dtype, random_weights: int | None, progress: bool) -> Model:
     hf_config = read_json(path, "config.json")
-    generation_config = (
-        read_json(path, "generation_config.json") if (path / "generation_config.json").exists() else None
-    )
+    generation_config = read_json(path, "generation_config.json", optional=True)
     tokenizer = tokenizer_from_folder(path)
     config = from_hugging_face(
         hf_config,
@@ -170,17 +169,13 @@ def _read_params(
 ) -> Params:
     """Checks that tensors and parameters match one to one, then reads them."""
     sources, skipped = dict(sources), dict(skipped)
-    if config.tie_word_embeddings and "lm_head.weight" in sources:
-        head = sources.pop("lm_head.weight")
+    head = sources.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    if head is not None:
         skipped[head.name] = "the configuration ties the head to the embedding"
-        if not _same_rows(checkpoint, head.name, sources["embed_tokens.weight"].name):
-            log.warning(
-                "%s: %s differs from the embedding but tie_word_embeddings is set; it is ignored",
-                name,
-                head.name,
-            )
     shapes = canonical_shapes(config)
-    names.check_complete(shapes, sources, checkpoint.tensors, skipped)
+    names.check_complete(expected=shapes, sources=sources, skipped=skipped, tensors=checkpoint.tensors, where=name)
+    if head is not None and not _same_rows(checkpoint, head.name, sources["embed_tokens.weight"].name):
+        log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, head.name)
     total = sum(int(np.prod(shape)) for shape in shapes.values()) * dtype.itemsize
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not progress, leave=False) as bar:
         return assemble(config, dtype, _reader(checkpoint, sources), bar.update)

@@ -26,11 +26,11 @@ LOWEST_LOGPROB = -9999.0
 class TokenLogprobs:
     """Scores of one token for each row, with the `k` most probable tokens, most probable first."""
 
-    logprob: Float32[Array, "*rows"]
-    rank: Int32[Array, "*rows"]
+    logprob: Float32[Array | np.ndarray, "*rows"]
+    rank: Int32[Array | np.ndarray, "*rows"]
     """1 + the number of tokens that are strictly more probable."""
-    top_ids: Int32[Array, "*rows k"]
-    top_logprobs: Float32[Array, "*rows k"]
+    top_ids: Int32[Array | np.ndarray, "*rows k"]
+    top_logprobs: Float32[Array | np.ndarray, "*rows k"]
 
 
 def token_logprobs(

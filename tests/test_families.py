@@ -1,0 +1,189 @@
+"""Every family against transformers: float32 logits and greedy tokens, by every route through the programs."""
+
+import functools
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer import kv_cache, steps
+from jaxinfer.generate import generate, logits
+from jaxinfer.model import Model, load
+from jaxinfer.sampling_params import SamplingParams
+
+PAGE_SIZE = 4  # small, so that short prompts cross pages
+
+
+@functools.cache
+def load_case(name: str) -> Model:
+    return load(families.BY_NAME[name].folder, dtype=jnp.float32, progress=False)
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
+    """2e-4 of the norm and 2e-3 at every element, the bounds of the issue that asked for these families."""
+    assert actual.shape == expected.shape
+    assert np.linalg.norm(actual - expected) <= 2e-4 * np.linalg.norm(expected)
+    np.testing.assert_allclose(actual, expected, atol=2e-3, rtol=0)
+
+
+def context_of(case: families.FamilyCase, length: int, rows: int) -> jax.Array:
+    return jnp.full(rows, length, jnp.int32)
+
+
+def page_table_for(rows: int, length: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Shuffled pages, page 0 left out, and the number of pages of the pool."""
+    width = -(-length // PAGE_SIZE)
+    pages = 1 + rng.permutation(rows * width + 3)[: rows * width]
+    return pages.reshape(rows, width).astype(np.int32), rows * width + 4
+
+
+def poisoned_cache(model: Model, num_pages: int) -> kv_cache.PagedKVCache:
+    """A cache full of NaN: whatever is read without having been written shows."""
+    cache = kv_cache.create(model.config, num_pages, PAGE_SIZE, jnp.float32)
+    return jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache)
+
+
+@pytest.mark.parametrize("case", families.CASES, ids=str)
+def test_full_prefill(case: families.FamilyCase) -> None:
+    actual = np.asarray(logits(load_case(case.name), case.tokens))
+    assert_close(actual, case.logits)
+    if case.length_dependent:
+        short = case.short_logits.shape[1]
+        assert_close(np.asarray(logits(load_case(case.name), case.tokens[:, :short])), case.short_logits)
+
+
+@pytest.mark.parametrize("case", families.CASES, ids=str)
+def test_paged_decode_from_the_first_token(case: families.FamilyCase, rng: np.random.Generator) -> None:
+    """One token of prefill, then every further token through `steps.decode`."""
+    model = load_case(case.name)
+    rows, length = case.tokens.shape
+    table, num_pages = page_table_for(rows, length, rng)
+    cache = poisoned_cache(model, num_pages)
+    context = context_of(case, length, rows)
+    first = jnp.asarray(case.tokens[:, :1])
+    ones, zeros = jnp.ones(rows, jnp.int32), jnp.zeros(rows, jnp.int32)
+    out, cache = steps.prefill(
+        model.params, cache, first, ones, zeros, jnp.asarray(table), config=model.config, context_lengths=context
+    )
+    collected = [np.asarray(out)]
+    for position in range(1, length):
+        out, cache = steps.decode(
+            model.params,
+            cache,
+            jnp.asarray(case.tokens[:, position]),
+            jnp.full(rows, position, jnp.int32),
+            jnp.asarray(table),
+            config=model.config,
+            context_lengths=context,
+        )
+        collected.append(np.asarray(out))
+    assert_close(np.stack(collected, axis=1), case.logits)
+
+
+@pytest.mark.parametrize("case", families.CASES, ids=str)
+def test_chunked_prefill_at_every_split(case: families.FamilyCase, rng: np.random.Generator) -> None:
+    """Two chunks, cut at every point; both padded to one length, so that two programs serve all splits."""
+    model = load_case(case.name)
+    rows, length = case.tokens.shape
+    table, num_pages = page_table_for(rows, length, rng)
+    context = context_of(case, length, rows)
+    expected = case.logits
+
+    def chunk(cache: kv_cache.PagedKVCache, start: int, stop: int) -> tuple[np.ndarray, kv_cache.PagedKVCache]:
+        tokens = np.zeros((rows, length), np.int32)
+        tokens[:, : stop - start] = case.tokens[:, start:stop]
+        out, cache = steps.prefill(
+            model.params,
+            cache,
+            jnp.asarray(tokens),
+            jnp.full(rows, stop - start, jnp.int32),
+            jnp.full(rows, start, jnp.int32),
+            jnp.asarray(table),
+            config=model.config,
+            context_lengths=context,
+            from_empty=start == 0,
+        )
+        return np.asarray(out), cache
+
+    for split in range(1, length):
+        cache = poisoned_cache(model, num_pages)
+        first, cache = chunk(cache, 0, split)
+        second, _ = chunk(cache, split, length)
+        assert_close(first, expected[:, split - 1])
+        assert_close(second, expected[:, length - 1])
+
+
+@pytest.mark.parametrize("case", families.CASES, ids=str)
+def test_padded_batch_of_different_lengths(case: families.FamilyCase, rng: np.random.Generator) -> None:
+    """Rows of different lengths in one call, plus an empty row: each row's logits are its own."""
+    if case.length_dependent:
+        lengths = np.full(len(case.tokens), case.tokens.shape[1], np.int32)
+    else:
+        lengths = np.array([case.tokens.shape[1], 1, PAGE_SIZE + 1], np.int32)[: len(case.tokens)]
+    model = load_case(case.name)
+    rows, length = case.tokens.shape
+    table, num_pages = page_table_for(rows + 1, 64, rng)
+    tokens = rng.integers(0, case.num_tokens, (rows + 1, 64)).astype(np.int32)
+    for row, used in enumerate(lengths):
+        tokens[row, :used] = case.tokens[row, :used]
+    out, _ = steps.prefill(
+        model.params,
+        poisoned_cache(model, num_pages),
+        jnp.asarray(tokens),
+        jnp.asarray(np.append(lengths, 0).astype(np.int32)),
+        jnp.zeros(rows + 1, jnp.int32),
+        jnp.asarray(table),
+        config=model.config,
+        context_lengths=context_of(case, length, rows + 1),
+        from_empty=True,
+    )
+    expected = np.stack([case.logits[row, used - 1] for row, used in enumerate(lengths)])
+    assert_close(np.asarray(out)[:rows], expected)
+
+
+@pytest.mark.parametrize("case", families.CASES, ids=str)
+def test_greedy_continuation(case: families.FamilyCase) -> None:
+    """The tokens transformers generates, alone and beside longer and shorter neighbours."""
+    model = load_case(case.name)
+    steps_wanted = len(case.continuation)
+    params = SamplingParams(max_tokens=steps_wanted, temperature=0.0, ignore_eos=True)
+    prompt = case.prompt.tolist()
+    alone = generate(model, [prompt], params)[0]
+    assert list(alone.token_ids) == case.continuation.tolist()
+    assert alone.finish_reason == "length"
+    neighbours = [case.tokens[0].tolist()[:30], prompt, case.tokens[1].tolist()[:3]]
+    together = generate(model, neighbours, params)[1]
+    assert list(together.token_ids) == case.continuation.tolist()
+
+
+@pytest.mark.parametrize("case", families.CASES, ids=str)
+def test_verify_equals_decode(case: families.FamilyCase, rng: np.random.Generator) -> None:
+    """Several tokens at once give the logits of the same tokens one by one."""
+    model = load_case(case.name)
+    rows, length = case.tokens.shape
+    drafted = 5
+    start = length - drafted
+    table, num_pages = page_table_for(rows, length, rng)
+    context = context_of(case, length, rows)
+    _, cache = steps.prefill(
+        model.params,
+        poisoned_cache(model, num_pages),
+        jnp.asarray(case.tokens[:, :start]),
+        jnp.full(rows, start, jnp.int32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.asarray(table),
+        config=model.config,
+        context_lengths=context,
+    )
+    out, _ = steps.verify(
+        model.params,
+        cache,
+        jnp.asarray(case.tokens[:, start:]),
+        jnp.full(rows, start, jnp.int32),
+        jnp.asarray(table),
+        config=model.config,
+        context_lengths=context,
+    )
+    assert_close(np.asarray(out), case.logits[:, start:])
