@@ -1,5 +1,6 @@
 """Every family against transformers: float32 logits and greedy tokens, by every route through the programs."""
 
+import dataclasses
 import functools
 
 import families
@@ -18,7 +19,10 @@ PAGE_SIZE = 4  # small, so that short prompts cross pages
 
 @functools.cache
 def load_case(name: str) -> Model:
-    return load(families.BY_NAME[name].folder, dtype=jnp.float32, progress=False)
+    """The case's model, its padding ids known as they would be from a tokenizer."""
+    case = families.BY_NAME[name]
+    model = load(case.folder, dtype=jnp.float32, progress=False)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, num_tokens=case.num_tokens))
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
