@@ -1,19 +1,23 @@
 """One decoder for all families: embed -> layers -> norm. What differs between families is a flag in ModelConfig."""
 
+import dataclasses
+from typing import Literal
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxinfer import kv_cache
-from jaxinfer.config import LayerConfig, ModelConfig
+from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.kv_cache import PagedKVCache
-from jaxinfer.layers.attention import paged_attention, self_attention
+from jaxinfer.layers.attention import prefill_attention, self_attention
 from jaxinfer.layers.embedding import embed, head
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.mlp import gated_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.rope import apply_rope, rope_tables
+from pallas_kernels.paged_attention import paged_attention
 
 
 @flax.struct.dataclass
@@ -50,50 +54,78 @@ class Params:
     lm_head: jax.Array | None = None
 
 
+type Stage = Literal["first", "prefill", "decode"]
+"""What a forward pass may assume. "first": no row has anything cached, so attention reads the new keys and values
+themselves. "prefill": rows may have a cached prefix and may end in padding. "decode": a row's tokens are all real, or
+the row is idle and all its positions are -1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """What the layers need to know of the tokens beside their hidden states."""
+
+    positions: Int32[Array, "batch tokens"]
+    page_table: Int32[Array, "batch pages"] | None
+    rope_tables: dict[RopeConfig, tuple[jax.Array, jax.Array]]
+    stage: Stage
+
+
 def attention_block(
     params: LayerParams,
     x: Float[Array, "batch tokens hidden"],
     cache: PagedKVCache | None,
     layer: int,
-    positions: Int32[Array, "batch tokens"],
-    page_table: Int32[Array, "batch pages"] | None,
-    rope: tuple[jax.Array, jax.Array] | None,
+    tokens: Tokens,
     config: ModelConfig,
-    from_empty: bool,
 ) -> tuple[Float[Array, "batch tokens hidden"], PagedKVCache | None]:
     """Projects, rotates, appends to the cache, attends, projects back."""
-    batch, tokens, _ = x.shape
+    batch, length, _ = x.shape
     layer_config = config.layers[layer]
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     q, k, v = jnp.split(linear(x, params.qkv, params.qkv_bias), [q_size, q_size + kv_size], axis=-1)
     if config.qk_norm == "full":
         assert params.q_norm is not None and params.k_norm is not None
         q, k = rms_norm(q, params.q_norm, config.norm_eps), rms_norm(k, params.k_norm, config.norm_eps)
-    q = q.reshape(batch, tokens, config.num_heads, config.head_dim)
-    k = k.reshape(batch, tokens, config.num_kv_heads, config.head_dim)
-    v = v.reshape(batch, tokens, config.num_kv_heads, config.head_dim)
+    q = q.reshape(batch, length, config.num_heads, config.head_dim)
+    k = k.reshape(batch, length, config.num_kv_heads, config.head_dim)
+    v = v.reshape(batch, length, config.num_kv_heads, config.head_dim)
     if config.qk_norm == "head":
         assert params.q_norm is not None and params.k_norm is not None
         q, k = rms_norm(q, params.q_norm, config.norm_eps), rms_norm(k, params.k_norm, config.norm_eps)
-    if rope is not None:
-        assert layer_config.rope is not None
+    if layer_config.rope is not None:
+        cos, sin = tokens.rope_tables[layer_config.rope]
         rotary_dim, interleaved = layer_config.rope.rotary_dim, layer_config.rope.interleaved
-        q = apply_rope(q, *rope, rotary_dim=rotary_dim, interleaved=interleaved)
-        k = apply_rope(k, *rope, rotary_dim=rotary_dim, interleaved=interleaved)
+        q = apply_rope(q, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved)
+        k = apply_rope(k, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved)
     if cache is not None:
-        assert page_table is not None
-        cache = kv_cache.append(cache, layer, k, v, positions, page_table)
-    options = {
-        "scale": config.attention_scale,
-        "window": layer_config.window,
-        "softcap": config.attention_softcap,
-    }
-    if from_empty:
-        out = self_attention(q, k, v, positions, **options)
-    else:
-        assert cache is not None and page_table is not None
-        out = paged_attention(q, cache.keys[layer], cache.values[layer], positions, page_table, **options)
-    return linear(out.reshape(batch, tokens, q_size), params.o, params.o_bias), cache
+        assert tokens.page_table is not None
+        cache = kv_cache.append(cache, layer, k, v, tokens.positions, tokens.page_table)
+    out = attend(q, k, v, cache, layer, tokens, config)
+    return linear(out.reshape(batch, length, q_size), params.o, params.o_bias), cache
+
+
+def attend(
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch tokens kv_heads head_dim"],
+    v: Float[Array, "batch tokens kv_heads head_dim"],
+    cache: PagedKVCache | None,
+    layer: int,
+    tokens: Tokens,
+    config: ModelConfig,
+) -> Float[Array, "batch tokens heads head_dim"]:
+    """Attention of new tokens whose keys and values are in the cache already, by the route that the stage allows."""
+    scale, softcap, window = config.attention_scale, config.attention_softcap, config.layers[layer].window
+    positions, page_table = tokens.positions, tokens.page_table
+    if tokens.stage == "first":
+        return self_attention(q, k, v, positions, scale=scale, window=window, softcap=softcap)
+    assert cache is not None and page_table is not None
+    keys, values = cache.keys[layer], cache.values[layer]
+    if tokens.stage == "prefill":
+        return prefill_attention(q, keys, values, positions, page_table, scale=scale, window=window, softcap=softcap)
+    lengths = positions[:, -1] + 1
+    return paged_attention(
+        q.astype(keys.dtype), keys, values, page_table, lengths, scale=scale, window=window, softcap=softcap
+    ).astype(q.dtype)
 
 
 def add_residual(
@@ -110,22 +142,41 @@ def add_residual(
     return x + branch
 
 
+def decoder_layer(
+    params: LayerParams,
+    x: Float[Array, "batch tokens hidden"],
+    cache: PagedKVCache | None,
+    layer: int,
+    tokens: Tokens,
+    config: ModelConfig,
+) -> tuple[Float[Array, "batch tokens hidden"], PagedKVCache | None]:
+    """One layer: attention and MLP, each with the norms its family has before and after."""
+    with jax.named_scope("attention"):
+        h = x if params.attn_norm is None else rms_norm(x, params.attn_norm, config.norm_eps)
+        branch, cache = attention_block(params, h, cache, layer, tokens, config)
+        x = add_residual(x, branch, params.attn_post_norm, config)
+    with jax.named_scope("mlp"):
+        h = x if params.mlp_norm is None else rms_norm(x, params.mlp_norm, config.norm_eps)
+        branch = gated_mlp(h, params.gate_up, params.gate_up_bias, params.down, params.down_bias, config.activation)
+        return add_residual(x, branch, params.mlp_post_norm, config), cache
+
+
 def forward(
     params: Params,
-    tokens: Int32[Array, "batch tokens"],
+    token_ids: Int32[Array, "batch tokens"],
     positions: Int32[Array, "batch tokens"],
     cache: PagedKVCache | None,
     page_table: Int32[Array, "batch pages"] | None,
     *,
     config: ModelConfig,
+    stage: Stage,
     context_lengths: Int32[Array, " batch"] | None = None,
-    from_empty: bool = False,
 ) -> tuple[Float[Array, "batch tokens hidden"], PagedKVCache | None]:
-    """Runs `tokens` through all layers and returns normalised hidden states and the updated cache.
+    """Runs `token_ids` through all layers and returns normalised hidden states and the updated cache.
 
-    `positions` are places in the sequence, -1 for padding. `from_empty`: no row has anything cached, so attention
-    reads the new keys and values themselves; without it attention reads `cache`. `context_lengths` is the longest
-    each row will become, for RoPE kinds that depend on it (longrope, dynamic); by default the length so far.
+    `positions` are places in the sequence, -1 for padding. `context_lengths` is the longest each row will become, for
+    RoPE kinds that depend on it (longrope, dynamic); by default the length so far. Without a cache the stage is
+    "first".
 
     Layers are unrolled: `scan` over stacked layers copies each layer's slice, 2.75 times slower on an H200.
     """
@@ -137,37 +188,12 @@ def forward(
         for rope in dict.fromkeys(layer.rope for layer in config.layers)
         if rope is not None
     }
-    x = embed(tokens, params.embed_tokens, config)
-    for index, (layer, layer_config) in enumerate(zip(params.layers, config.layers, strict=True)):
+    tokens = Tokens(positions, page_table, tables, stage)
+    x = embed(token_ids, params.embed_tokens, config)
+    for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{index}"):
-            x, cache = decoder_layer(
-                layer, x, cache, index, positions, page_table, tables, layer_config, config, from_empty
-            )
+            x, cache = decoder_layer(layer, x, cache, index, tokens, config)
     return rms_norm(x, params.norm, config.norm_eps), cache
-
-
-def decoder_layer(
-    params: LayerParams,
-    x: Float[Array, "batch tokens hidden"],
-    cache: PagedKVCache | None,
-    index: int,
-    positions: Int32[Array, "batch tokens"],
-    page_table: Int32[Array, "batch pages"] | None,
-    tables: dict,
-    layer_config: LayerConfig,
-    config: ModelConfig,
-    from_empty: bool,
-) -> tuple[Float[Array, "batch tokens hidden"], PagedKVCache | None]:
-    """One layer: attention and MLP, each with the norms its family has before and after."""
-    rope = None if layer_config.rope is None else tables[layer_config.rope]
-    with jax.named_scope("attention"):
-        h = x if params.attn_norm is None else rms_norm(x, params.attn_norm, config.norm_eps)
-        branch, cache = attention_block(params, h, cache, index, positions, page_table, rope, config, from_empty)
-        x = add_residual(x, branch, params.attn_post_norm, config)
-    with jax.named_scope("mlp"):
-        h = x if params.mlp_norm is None else rms_norm(x, params.mlp_norm, config.norm_eps)
-        branch = gated_mlp(h, params.gate_up, params.gate_up_bias, params.down, params.down_bias, config.activation)
-        return add_residual(x, branch, params.mlp_post_norm, config), cache
 
 
 def logits(params: Params, hidden: Float[Array, "*batch hidden"], config: ModelConfig) -> Float[Array, "*batch vocab"]:

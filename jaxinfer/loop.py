@@ -85,6 +85,7 @@ def decode_chunk(
             cache,
             page_table,
             config=config,
+            stage="decode",
             context_lengths=state.context_lengths,
         )
         assert new_cache is not None

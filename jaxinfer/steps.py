@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxinfer import decoder
 from jaxinfer.config import ModelConfig
-from jaxinfer.decoder import Params
+from jaxinfer.decoder import Params, Stage
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.sampling_logprobs import TokenLogprobs, token_logprobs
 
@@ -45,7 +45,9 @@ def prefill(
     chunk itself instead of the pages. A row of length 0 is padding and gives logits of no meaning.
     """
     positions = prefill_positions(lengths, starts, tokens.shape[1])
-    hidden, cache = _forward(params, cache, tokens, positions, page_table, config, context_lengths, from_empty)
+    hidden, cache = _forward(
+        params, cache, tokens, positions, page_table, config, context_lengths, "first" if from_empty else "prefill"
+    )
     last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     return decoder.logits(params, last, config), cache
 
@@ -70,7 +72,9 @@ def prefill_scored(
     The head runs over 64 positions at a time: logits of all positions never exist at once.
     """
     positions = prefill_positions(lengths, starts, tokens.shape[1])
-    hidden, cache = _forward(params, cache, tokens, positions, page_table, config, context_lengths, from_empty)
+    hidden, cache = _forward(
+        params, cache, tokens, positions, page_table, config, context_lengths, "first" if from_empty else "prefill"
+    )
     last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
 
     def score(block: tuple[jax.Array, jax.Array]) -> TokenLogprobs:
@@ -98,7 +102,7 @@ def decode(
 ) -> tuple[Float[Array, "batch vocab"], PagedKVCache]:
     """Appends one token a row, at `positions[b]` (-1: the row is idle), and returns float32 logits of the next."""
     hidden, cache = _forward(
-        params, cache, tokens[:, None], positions[:, None], page_table, config, context_lengths, False
+        params, cache, tokens[:, None], positions[:, None], page_table, config, context_lengths, "decode"
     )
     return decoder.logits(params, hidden[:, 0], config), cache
 
@@ -117,23 +121,25 @@ def verify(
     """Appends several tokens a row, the first at `positions[b]` (-1: idle), and returns float32 logits after each."""
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     token_positions = jnp.where(positions[:, None] >= 0, positions[:, None] + offsets, jnp.int32(-1))
-    hidden, cache = _forward(params, cache, tokens, token_positions, page_table, config, context_lengths, False)
+    hidden, cache = _forward(params, cache, tokens, token_positions, page_table, config, context_lengths, "decode")
     return decoder.logits(params, hidden, config), cache
 
 
-def _forward(params, cache, tokens, positions, page_table, config, context_lengths, from_empty):
-    hidden, cache = decoder.forward(
-        params,
-        tokens,
-        positions,
-        cache,
-        page_table,
-        config=config,
-        context_lengths=context_lengths,
-        from_empty=from_empty,
+def _forward(
+    params: Params,
+    cache: PagedKVCache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    page_table: jax.Array,
+    config: ModelConfig,
+    context_lengths: jax.Array | None,
+    stage: Stage,
+) -> tuple[jax.Array, PagedKVCache]:
+    hidden, new_cache = decoder.forward(
+        params, tokens, positions, cache, page_table, config=config, stage=stage, context_lengths=context_lengths
     )
-    assert cache is not None
-    return hidden, cache
+    assert new_cache is not None
+    return hidden, new_cache
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -146,5 +152,5 @@ def full_logits(
 ) -> Float[Array, "batch tokens vocab"]:
     """Teacher-forced float32 logits at every position, with no cache. Rows are padded at their end to one length."""
     positions = prefill_positions(lengths, jnp.zeros_like(lengths), tokens.shape[1])
-    hidden, _ = decoder.forward(params, tokens, positions, None, None, config=config, from_empty=True)
+    hidden, _ = decoder.forward(params, tokens, positions, None, None, config=config, stage="first")
     return decoder.logits(params, hidden, config)

@@ -1,4 +1,7 @@
-"""Attention of new tokens: over the tokens themselves when nothing is cached, else over the pages of the cache."""
+"""Attention of new tokens: over themselves when nothing is cached, else over the pages of the cache.
+
+Decoding and verification read pages through `pallas_kernels.paged_attention`; what is here serves prefill.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +77,7 @@ def self_attention(
     return masked_attention(query, keys, values, mask, scale=scale, softcap=softcap)
 
 
-def paged_attention(
+def prefill_attention(
     query: Float[Array, "batch tokens heads head_dim"],
     key_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
     value_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
@@ -85,7 +88,10 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> Float[Array, "batch tokens heads head_dim"]:
-    """Attention over a row's pages, which already hold the new tokens. Gathers the pages into a contiguous copy."""
+    """Attention over a row's pages, which already hold the new tokens; position -1 is padding, at a row's end.
+
+    Gathers the pages into a contiguous copy.
+    """
     batch, pages = page_table.shape
     _, kv_heads, page_size, head_dim = key_pages.shape
     last = jnp.max(positions, axis=1)
