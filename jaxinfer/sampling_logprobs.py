@@ -7,6 +7,7 @@ listed.
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Sequence
 
@@ -73,19 +74,15 @@ def logprob_tables(tokens: Sequence[int], scores: TokenLogprobs, num_logprobs: i
     columns. A table has `num_logprobs` entries if the token is among them, else one more.
     """
     logprobs, ranks, top_ids, top_logprobs = (
-        np.asarray(array) for array in (scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs)
+        np.asarray(array).tolist() for array in (scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs)
     )
     tables = []
     for row, token in enumerate(tokens):
-        table = {int(token): _entry(logprobs[row], ranks[row])}
-        listed = top_logprobs[row, :num_logprobs]
+        table = {int(token): Logprob(max(logprobs[row], LOWEST_LOGPROB), ranks[row])}
+        listed = top_logprobs[row][:num_logprobs]
         for column, logprob in enumerate(listed):
-            if np.isfinite(logprob):
-                rank = 1 + int(np.count_nonzero(listed[:column] > logprob))
-                table.setdefault(int(top_ids[row, column]), _entry(logprob, rank))
+            if math.isfinite(logprob):
+                rank = 1 + listed.index(logprob)  # equal tokens share the rank of the first
+                table.setdefault(top_ids[row][column], Logprob(logprob, rank))
         tables.append(table)
     return tables
-
-
-def _entry(logprob: float, rank: int) -> Logprob:
-    return Logprob(max(float(logprob), LOWEST_LOGPROB), int(rank))
