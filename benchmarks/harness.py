@@ -1,0 +1,102 @@
+"""What the benchmarks share: records, the card's measured read rate, medians."""
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+ROOT = pathlib.Path(__file__).parent
+RESULTS = ROOT / "results"
+
+
+def device_name() -> str:
+    """The device's own name: "NVIDIA H200", or the processor's model for a CPU with the number of cores."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    model = "CPU"
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        model = found.group(1).strip() if found else model
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def slug(name: str) -> str:
+    """A file name for a device: lower case, other characters than letters and digits as dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def commit() -> str:
+    """The commit that is measured: from git, or from JAXINFER_COMMIT where the tree is a bare copy."""
+    given = os.environ.get("JAXINFER_COMMIT")
+    if given:
+        return given
+    answer = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return answer.stdout.strip() or "unknown"
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Prints measurements and appends them to `<folder>/<device>.jsonl`, one JSON object a line."""
+
+    benchmark: str
+    folder: pathlib.Path = RESULTS
+
+    def record(self, case: dict[str, object], metrics: dict[str, tuple[float, str]]) -> None:
+        """`metrics` maps a name to (value, unit)."""
+        device = device_name()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shown = "  ".join(f"{name} {value:.4g} {unit}".rstrip() for name, (value, unit) in metrics.items())
+        print(
+            f"{self.benchmark} " + " ".join(f"{key}={value}" for key, value in case.items()) + f": {shown}", flush=True
+        )
+        with (self.folder / f"{slug(device)}.jsonl").open("a") as file:
+            for metric, (value, unit) in metrics.items():
+                line = {
+                    "benchmark": self.benchmark,
+                    "case": case,
+                    "metric": metric,
+                    "value": float(f"{value:.6g}"),
+                    "unit": unit,
+                    "device": device,
+                    "jax": jax.__version__,
+                    "commit": commit(),
+                    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                }
+                file.write(json.dumps(line) + "\n")
+
+
+def seconds(function: Callable[[], object], repeats: int) -> list[float]:
+    """Wall-clock seconds of each call, the result waited for."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def read_rate() -> float:
+    """The largest rate in bytes/s at which this device reads memory: the best reduction over a large array."""
+    on_cpu = jax.default_backend() == "cpu"
+    size = (1 if on_cpu else 8) << 28
+    data = jax.jit(lambda: jnp.ones(size // 4, jnp.float32))()
+    reduce = jax.jit(jnp.sum)
+    seconds(lambda: reduce(data), 2)
+    return size / min(seconds(lambda: reduce(data), 10))
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
