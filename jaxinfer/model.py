@@ -1,5 +1,6 @@
 """Model = config + params + tokenizer, and `load`, which makes one from any checkpoint jaxinfer reads."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -16,6 +17,8 @@ from checkpoints.gguf import GGUFFile
 from checkpoints.names import TensorSource
 from checkpoints.pull import pull
 from checkpoints.safetensors import SafetensorsFolder, read_json
+from checkpoints.tensors import TensorInfo
+from jaxinfer.compilation import enable_persistent_cache
 from jaxinfer.config import ModelConfig
 from jaxinfer.config_gguf import from_gguf
 from jaxinfer.config_hf import from_hugging_face
@@ -41,6 +44,16 @@ class Model:
         return num_parameters(self.config)
 
 
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a checkpoint says of itself. `tensors` are those of its files, under their own names and types."""
+
+    path: pathlib.Path
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    tensors: Mapping[str, TensorInfo]
+
+
 def default_dtype() -> jnp.dtype:
     """bfloat16 on a GPU, float32 on a CPU."""
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
@@ -59,24 +72,51 @@ def load(
     configuration and makes random weights of that shape on the device, for benchmarks. Raises CheckpointError or
     ValueError, naming the file and the remedy, before anything large is allocated.
     """
-    weights_dtype = _weights_dtype(dtype)
+    enable_persistent_cache()
+    weights_dtype = weights_dtype_for(dtype)
     path = _resolve(path_or_name)
     name = os.fspath(path_or_name)
     if path.is_dir():
-        return _load_folder(path, name, weights_dtype, random_weights, progress)
-    return _load_gguf(path, name, weights_dtype, random_weights, progress)
+        config, tokenizer = _read_folder(path)
+        if random_weights is None:
+            params = _load_safetensors(path, config, weights_dtype, name, progress)
+            return Model(config, params, tokenizer, weights_dtype, name)
+    else:
+        with contextlib.closing(GGUFFile(path)) as checkpoint:
+            config, tokenizer = _read_gguf(checkpoint)
+            if random_weights is None:
+                params = _load_gguf(checkpoint, config, weights_dtype, name, progress)
+                return Model(config, params, tokenizer, weights_dtype, name)
+    params = random_params(config, weights_dtype, random_weights)
+    return Model(config, params, tokenizer, weights_dtype, name)
 
 
-def _weights_dtype(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
+def inspect(path_or_name: str | os.PathLike[str]) -> Description:
+    """Reads all of a checkpoint that `load` would, except the weights. Same names, same errors.
+
+    A folder with a config.json and no weights will do; it has no tensors.
+    """
+    path = _resolve(path_or_name)
+    if not path.is_dir():
+        with contextlib.closing(GGUFFile(path)) as checkpoint:
+            return Description(path, *_read_gguf(checkpoint), dict(checkpoint.tensors))
+    config, tokenizer = _read_folder(path)
+    tensors: Mapping[str, TensorInfo] = {}
+    if any(path.glob("*.safetensors")):
+        with contextlib.closing(SafetensorsFolder(path)) as weights:
+            tensors = weights.tensors
+    return Description(path, config, tokenizer, tensors)
+
+
+def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
+    """The dtype that `load` gives weights when asked for `dtype`. Raises ValueError for one they cannot have."""
     if dtype is None:
         return default_dtype()
-    try:
+    with contextlib.suppress(TypeError):
         resolved = jnp.dtype(dtype)
-    except TypeError:
-        resolved = None
-    if resolved not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-        raise ValueError(f"dtype={dtype!r}: weights can be float32, bfloat16 or float16")
-    return resolved
+        if resolved in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+            return resolved
+    raise ValueError(f"dtype={dtype!r}: weights can be float32, bfloat16 or float16")
 
 
 def _resolve(path_or_name: str | os.PathLike[str]) -> pathlib.Path:
@@ -103,50 +143,44 @@ def _resolve(path_or_name: str | os.PathLike[str]) -> pathlib.Path:
     return path
 
 
-def _load_folder(path: pathlib.Path, name: str, dtype: jnp.dtype, random_weights: int | None, progress: bool) -> Model:
-    hf_config = read_json(path, "config.json")
-    generation_config = read_json(path, "generation_config.json", optional=True)
+def _read_folder(path: pathlib.Path) -> tuple[ModelConfig, Tokenizer | None]:
     tokenizer = tokenizer_from_folder(path)
     config = from_hugging_face(
-        hf_config,
-        generation_config,
+        read_json(path, "config.json"),
+        read_json(path, "generation_config.json", optional=True),
         num_tokens=None if tokenizer is None else tokenizer.num_tokens,
-        extra_eos=() if tokenizer is None else tokenizer.eos_token_ids,
+        extra_eos=() if tokenizer is None else map(int, tokenizer.eos_token_ids),
     )
-    if random_weights is not None:
-        return Model(config, random_params(config, dtype, random_weights), tokenizer, dtype, name)
-    checkpoint = SafetensorsFolder(path)
-    try:
+    return config, tokenizer
+
+
+def _read_gguf(checkpoint: GGUFFile) -> tuple[ModelConfig, Tokenizer | None]:
+    config = from_gguf(checkpoint.metadata, checkpoint.tensors, checkpoint.read)
+    tokenizer = tokenizer_from_gguf(checkpoint.metadata)
+    if tokenizer is not None:
+        eos = tuple(sorted({*config.eos_token_ids, *map(int, tokenizer.eos_token_ids)}))
+        num_tokens = min(config.vocab_size, tokenizer.num_tokens)
+        config = dataclasses.replace(config, eos_token_ids=eos, num_tokens=num_tokens)
+    return config, tokenizer
+
+
+def _load_safetensors(path: pathlib.Path, config: ModelConfig, dtype: jnp.dtype, name: str, progress: bool) -> Params:
+    with contextlib.closing(SafetensorsFolder(path)) as checkpoint:
+        if checkpoint.ignored:
+            log.warning("%s: not read, as they are not part of the model: %s", name, ", ".join(checkpoint.ignored))
         sources, skipped = names.hugging_face_sources(config.model_type, available=checkpoint.tensors, **_sizes(config))
-        params = _read_params(config, checkpoint, sources, skipped, dtype, name, progress)
-    finally:
-        checkpoint.close()
-    return Model(config, params, tokenizer, dtype, name)
+        return _read_params(config, checkpoint, sources, skipped, dtype, name, progress)
 
 
-def _load_gguf(path: pathlib.Path, name: str, dtype: jnp.dtype, random_weights: int | None, progress: bool) -> Model:
-    checkpoint = GGUFFile(path)
-    try:
-        config = from_gguf(checkpoint.metadata, checkpoint.tensors, checkpoint.read)
-        tokenizer = tokenizer_from_gguf(checkpoint.metadata)
-        if tokenizer is not None:
-            eos = tuple(sorted({*config.eos_token_ids, *tokenizer.eos_token_ids}))
-            config = dataclasses.replace(
-                config, eos_token_ids=eos, num_tokens=min(config.vocab_size, tokenizer.num_tokens)
-            )
-        if random_weights is not None:
-            return Model(config, random_params(config, dtype, random_weights), tokenizer, dtype, name)
-        sources, skipped = names_gguf.gguf_sources(
-            checkpoint.metadata["general.architecture"],
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            available=checkpoint.tensors,
-            **_sizes(config),
-        )
-        params = _read_params(config, checkpoint, sources, skipped, dtype, name, progress)
-    finally:
-        checkpoint.close()
-    return Model(config, params, tokenizer, dtype, name)
+def _load_gguf(checkpoint: GGUFFile, config: ModelConfig, dtype: jnp.dtype, name: str, progress: bool) -> Params:
+    sources, skipped = names_gguf.gguf_sources(
+        checkpoint.metadata["general.architecture"],
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        available=checkpoint.tensors,
+        **_sizes(config),
+    )
+    return _read_params(config, checkpoint, sources, skipped, dtype, name, progress)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:

@@ -110,7 +110,7 @@ def assemble(
     config: ModelConfig,
     dtype: jnp.dtype | type,
     read_into: ReadInto,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], object] | None = None,
 ) -> Params:
     """Reads every tensor of `config` and puts it on the default device, joining q, k, v and gate, up.
 

@@ -1,0 +1,55 @@
+"""Compiled programs kept on disk, so that the second process that runs a model compiles nothing."""
+
+import logging
+import os
+import pathlib
+
+import jax
+
+from checkpoints.pull import cache_folder
+
+log = logging.getLogger("jaxinfer")
+
+SWITCH = "JAXINFER_COMPILATION_CACHE"
+MAX_BYTES = 4 * 2**30
+"""Room for several hundred programs of a large model; the least recently used are dropped beyond it."""
+
+
+def enable_persistent_cache() -> pathlib.Path | None:
+    """Turns on JAX's persistent compilation cache for this process and returns its folder; None if it stays off.
+
+    `load` calls it. The folder is `xla` in jaxinfer's cache folder and holds at most `MAX_BYTES`. What the user has
+    configured stays: a folder of their own (JAX_COMPILATION_CACHE_DIR or jax_compilation_cache_dir) with its size and
+    threshold, or no cache at all (JAX_ENABLE_COMPILATION_CACHE=false, or JAXINFER_COMPILATION_CACHE=off here). Raises
+    ValueError for another value of JAXINFER_COMPILATION_CACHE than on or off.
+
+    Programs already compiled in this process are not written, so it is best called before JAX is used.
+    """
+    switch = os.environ.get(SWITCH, "on").lower()
+    if switch not in ("on", "off"):
+        raise ValueError(f"{SWITCH}={switch!r}: expected on or off")
+    if switch == "off" or not jax.config.jax_enable_compilation_cache:
+        return None
+    configured = jax.config.jax_compilation_cache_dir
+    if configured is None:
+        folder = cache_folder() / "xla"
+        try:
+            # Others who can write here could have this process run their code, as JAX's documentation warns.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning(
+                "compiled programs are not kept: %s: %s; JAXINFER_CACHE chooses another folder", folder, error.strerror
+            )
+            return None
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        _set_unless_chosen("jax_compilation_cache_max_size", MAX_BYTES, default=-1)
+        configured = str(folder)
+    # By default JAX keeps no program that compiled in under a second: a process runs dozens of such small ones.
+    _set_unless_chosen("jax_persistent_cache_min_compile_time_secs", 0.0, default=1.0)
+    return pathlib.Path(configured)
+
+
+def _set_unless_chosen(option: str, value: float, *, default: float) -> None:
+    """Sets an option of JAX that the user has set neither in the environment nor in this process."""
+    if option.upper() not in os.environ and getattr(jax.config, option) == default:
+        jax.config.update(option, value)
