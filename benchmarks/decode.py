@@ -23,7 +23,7 @@ import jaxinfer as ji
 from benchmarks.harness import ROOT, Recorder, median, read_rate, seconds
 from jaxinfer import kv_cache
 from jaxinfer.batch import Batch, Limits
-from jaxinfer.generate import _requests
+from jaxinfer.generation import _requests
 
 SHAPES = ROOT / "shapes"
 

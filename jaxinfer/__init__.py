@@ -1,22 +1,60 @@
 """LLM inference compiled by JAX/XLA for NVIDIA GPUs.
 
-    import jaxinfer as ji
-    model = ji.load("smollm2-135m-instruct")
-    ji.generate(model, ["The capital of France is"], ji.SamplingParams(max_tokens=32, temperature=0.0))[0].text
+import jaxinfer as ji
+model = ji.load("smollm2-135m-instruct")
+ji.generate(model, ["The capital of France is"], ji.SamplingParams(max_tokens=32, temperature=0.0))[0].text
 """
 
-from checkpoints.errors import CheckpointError as CheckpointError
-from checkpoints.pull import pull as pull
-from jaxinfer.config import ModelConfig as ModelConfig
-from jaxinfer.generate import generate as generate
-from jaxinfer.generate import logits as logits
-from jaxinfer.generate import stream as stream
-from jaxinfer.kv_cache import PagedKVCache as PagedKVCache
-from jaxinfer.model import Model as Model
-from jaxinfer.model import load as load
-from jaxinfer.outputs import Completion as Completion
-from jaxinfer.outputs import Delta as Delta
-from jaxinfer.outputs import RequestOutput as RequestOutput
-from jaxinfer.sampling_logprobs import Logprob as Logprob
-from jaxinfer.sampling_params import SamplingParams as SamplingParams
-from jaxinfer.tokenization import Tokenizer as Tokenizer
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from checkpoints.errors import CheckpointError as CheckpointError
+    from checkpoints.pull import pull as pull
+    from jaxinfer.config import ModelConfig as ModelConfig
+    from jaxinfer.generation import generate as generate
+    from jaxinfer.generation import logits as logits
+    from jaxinfer.generation import stream as stream
+    from jaxinfer.kv_cache import PagedKVCache as PagedKVCache
+    from jaxinfer.model import Model as Model
+    from jaxinfer.model import inspect as inspect
+    from jaxinfer.model import load as load
+    from jaxinfer.outputs import Completion as Completion
+    from jaxinfer.outputs import Delta as Delta
+    from jaxinfer.outputs import RequestOutput as RequestOutput
+    from jaxinfer.sampling_logprobs import Logprob as Logprob
+    from jaxinfer.sampling_params import SamplingParams as SamplingParams
+    from jaxinfer.tokenization import Tokenizer as Tokenizer
+
+_MODULES = {
+    "CheckpointError": "checkpoints.errors",
+    "Completion": "jaxinfer.outputs",
+    "Delta": "jaxinfer.outputs",
+    "Logprob": "jaxinfer.sampling_logprobs",
+    "Model": "jaxinfer.model",
+    "ModelConfig": "jaxinfer.config",
+    "PagedKVCache": "jaxinfer.kv_cache",
+    "RequestOutput": "jaxinfer.outputs",
+    "SamplingParams": "jaxinfer.sampling_params",
+    "Tokenizer": "jaxinfer.tokenization",
+    "generate": "jaxinfer.generation",
+    "inspect": "jaxinfer.model",
+    "load": "jaxinfer.model",
+    "logits": "jaxinfer.generation",
+    "pull": "checkpoints.pull",
+    "stream": "jaxinfer.generation",
+}
+
+
+if not typing.TYPE_CHECKING:  # else a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        """Imports a public name's module when the name is first used: JAX takes a second, and `jaxinfer --help` waits
+        for none of it. No module may have the name of anything here, or importing it would hide the latter."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES})

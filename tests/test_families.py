@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import kv_cache, steps
-from jaxinfer.generate import generate, logits
+from jaxinfer.generation import generate, logits
 from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
 

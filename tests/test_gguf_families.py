@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxinfer.model
-from jaxinfer.generate import logits
+from jaxinfer.generation import logits
 
 CASES = [case for case in families.CASES if case.name not in gguf_conversion.NOT_IN_GGUF]
 
