@@ -167,6 +167,13 @@ def test_min_tokens():
     assert (stream.text, stream.stop_reason) == ("AB", "CD")
 
 
+def test_stop_completed_too_early_stays_ignored():
+    """BC, complete within the first two tokens, is still held back as part of ABCX when the third comes."""
+    stream = TextStream(MARKOV, ["ABCX", "BC"], min_tokens=2)
+    assert [stream.push([token]) for token in (0, 1, 3)] == ["", "", "ABCG"]
+    assert not stream.stopped
+
+
 def test_after_the_end():
     stream = TextStream(MARKOV, ["DE"])
     assert stream.push([0, 1, 2, 3, 3, 3]) == "ABC"

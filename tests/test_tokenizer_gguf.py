@@ -169,6 +169,15 @@ def test_special_and_user_defined_tokens():
     assert tokenizer.token_bytes(1) == b"<|im_start|>"
 
 
+def test_added_tokens_are_spelled_as_they_are():
+    """Only trained tokens spell bytes as characters: the ö of an added token is an ö."""
+    metadata = gguf_metadata("smollm")
+    tokens = ["<töol>" if token == "<tool>" else token for token in metadata["tokenizer.ggml.tokens"]]
+    tokenizer = built(tokens=tokens)
+    assert tokenizer.encode("<töol>") == [tokens.index("<töol>")]
+    assert tokenizer.decode(tokenizer.encode("ö<töol>")) == "ö<töol>"
+
+
 def test_padding_entries_are_no_tokens():
     metadata = gguf_metadata("smollm")
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]

@@ -178,6 +178,9 @@ def test_other_formats_are_refused_by_name(tmp_path):
         ("tokenizer_config.json", "{not json", "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", "[1]", "tokenizer_config.json holds a list"),
         ("generation_config.json", "", "generation_config.json is not valid JSON"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}', "added_tokens_decoder .* 'x'"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"7": {"special": 1}}}', "added_tokens_decoder .* '7'"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "expected a name and a template"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name: str, content: str, message: str):
@@ -217,6 +220,8 @@ def test_named_list_of_chat_templates(tmp_path):
     assert tokenizer.render_chat([], tools=[{}]) == "1 tools"
     assert tokenizer.render_chat([], tools=[{}], chat_template="default") == "plain"
     assert tokenizer.render_chat([], chat_template="{{ eos_token }}!") == "<|im_end|>!"
+    with pytest.raises(ValueError, match="'tooluse' is neither a Jinja template nor one of default, tool_use"):
+        tokenizer.render_chat([], chat_template="tooluse")
     named.pop(0)
     with pytest.raises(ValueError, match="no default chat template; pass chat_template= one of tool_use"):
         load(write(tmp_path, {"chat_template": named})).render_chat([])

@@ -219,6 +219,19 @@ def test_file_without_scores_uses_ids_and_says_so(scores, caplog):
             assert tokenizer.encode(text, add_special_tokens=False) == ids
 
 
+def test_scores_rank_and_not_ids():
+    """The same vocabulary with its ids turned round."""
+    count = len(model("llama").pieces)
+    keys = {"tokens": model("llama").pieces, "scores": model("llama").scores, "token_type": model("llama").types}
+    tokenizer = built(
+        **{key: list(values)[::-1] for key, values in keys.items()},
+        **{f"{name}_token_id": count - 1 - i for i, name in enumerate(("unknown", "bos", "eos"))},
+    )
+    assert tokenizer.opening_ids == (count - 2,)
+    for text, ids in zip(EXPECTED["texts"], EXPECTED["llama"]["ids"], strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False) == [count - 1 - token for token in ids]
+
+
 def test_file_without_types_guesses_them():
     tokenizer = built("gemma", token_type=None, bos_token_id=1, eos_token_id=2, unknown_token_id=0)
     assert tokenizer.special_ids == {0, 1, 2}
@@ -255,6 +268,28 @@ def test_model_file_with_added_tokens(tmp_path):
     assert tokenizer.eos_token_ids == (count,)
     assert tokenizer.decode([count, count + 2]) == "<tool>"
     assert tokenizer.num_tokens == count + 3
+
+
+@pytest.mark.parametrize("position", [-1, 5, 10**12])
+def test_added_token_with_an_impossible_id_is_refused(position: int):
+    with pytest.raises(ValueError, match=f"added token '<|x|>' .*id {position}"):
+        model("llama").extended({"<|x|>": position}, ())
+
+
+@given(cut=st.integers(0, 1100), junk=st.binary(max_size=8), offset=st.integers(0, 1100))
+@settings(deadline=None)
+def test_damaged_charsmap_is_refused_or_harmless(cut: int, junk: bytes, offset: int):
+    """`tokenizers` would panic on a trie that leads outside itself."""
+    charsmap = bytearray(model("rules").charsmap)
+    charsmap[offset : offset + len(junk)] = junk
+    for damaged in (bytes(charsmap), bytes(charsmap[:cut])):
+        try:
+            tokenizer = built("rules", precompiled_charsmap=list(damaged))
+        except ValueError as error:
+            assert "precompiled_charsmap" in str(error)  # noqa: PT017 (some damage does no harm)
+            continue
+        for text in ("the ﬁne é", "\u3000e\u0301 \u00a0\t\nA"):
+            tokenizer.encode(text)
 
 
 def test_unigram_model_is_refused():

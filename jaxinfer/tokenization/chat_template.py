@@ -118,8 +118,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, and json escapes non-ASCII: both give tokens unseen in
-    # training.
+    # Jinja's own filter escapes <, > and & for HTML, json escapes non-ASCII: tokens never seen in training.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

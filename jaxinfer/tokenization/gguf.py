@@ -1,8 +1,7 @@
 """Tokenizers from GGUF metadata (the `tokenizer.*` keys), built directly as `tokenizers` objects.
 
 Keys and defaults follow llama.cpp, whose format this is (gguf.md, llama-vocab.cpp); see `pre_tokenizers.py`
-for how text is cut into words. Keys that say nothing to a causal language model (sep, mask, fim) are not
-read.
+for how text is cut into words. Keys that say nothing to a causal language model (sep, mask) are not read.
 """
 
 import logging
@@ -59,8 +58,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
     """The tokenizer that a GGUF file carries, or None if it carries none.
 
     `metadata` maps GGUF keys to Python values (str, bool, int, and sequences of str, int and float). Raises
-    ValueError for a kind of tokenizer or a pre-tokenizer that is not known, and for keys that contradict each
-    other.
+    ValueError for an unknown kind of tokenizer or pre-tokenizer, and for keys that contradict each other.
     """
     model = metadata.get("tokenizer.ggml.model")
     if model in (None, "none", "no_vocab"):
@@ -87,7 +85,8 @@ class _Vocabulary:
         if len(set(self.tokens)) < len(self.tokens):
             repeated = next(token for token, count in Counter(self.tokens).items() if count > 1)
             raise ValueError(f"tokenizer.ggml.tokens has {repeated!r} twice; a token needs one id")
-        self.types = [int(kind) for kind in self._as_long_as_tokens("token_type") or self._guessed_types()]
+        types = self._as_long_as_tokens("token_type")
+        self.types = [int(kind) for kind in (self._guessed_types() if types is None else types)]
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{key}", default)
@@ -214,8 +213,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     scores, merges = vocabulary.scores(), None
     normal = {score for score, kind in zip(scores or [], vocabulary.types, strict=False) if kind == PieceType.NORMAL}
     if len(normal) <= 1:
-        # Converted from a tokenizer.json without scores: there may be merges, and ids follow the order of
-        # merging.
+        # Converted from a tokenizer.json, which has no scores: it has merges, and ids in the order of merging.
         merges = vocabulary.merges()
         logger.warning(
             "tokenizer.ggml.scores is %s; ranking merges by %s",

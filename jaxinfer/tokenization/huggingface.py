@@ -68,26 +68,42 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Any]:
     """tokenizer.model, with the tokens that fine-tuning added beside it."""
     model = read_model(folder / "tokenizer.model")
-    added = {token["content"]: int(key) for key, token in config.get("added_tokens_decoder", {}).items()}
-    added |= _read_json(folder / "added_tokens.json") or {}
-    special = {token["content"] for token in config.get("added_tokens_decoder", {}).values() if token.get("special")}
+    described = _added_tokens(config)
+    added = {token.content: position for position, token in described.items()}
+    for token, position in (_read_json(folder / "added_tokens.json") or {}).items():
+        added[token] = int(position)
+    special = {token.content for token in described.values() if token.special}
     special |= set(_special_tokens(folder, config).values())
     return model.extended(added, special).build()
 
 
+def _added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """`added_tokens_decoder` of tokenizer_config.json, by id in ascending order."""
+    fields = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    tokens = {}
+    for key, token in (config.get("added_tokens_decoder") or {}).items():
+        if not key.isdecimal() or not isinstance(token, Mapping) or not isinstance(token.get("content"), str):
+            raise ValueError(
+                f"added_tokens_decoder of tokenizer_config.json has {key!r}: {token!r}; expected an id "
+                "and an object with a content"
+            )
+        flags = {name: bool(token[name]) for name in fields if name in token}
+        tokens[int(key)] = AddedToken(token["content"], **flags)
+    return dict(sorted(tokens.items()))
+
+
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Brings in what tokenizer_config.json says of added tokens; as in transformers, it wins."""
+    """Brings in what tokenizer_config.json says of added tokens; as in transformers, it wins (but not on ids)."""
     known = {token: repr(added) for token, added in backend.get_added_tokens_decoder().items()}
-    for key, fields in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-        token = AddedToken(**{name: value for name, value in fields.items() if name != "__type"})
-        if known.get(int(key)) == repr(token):
+    for position, token in _added_tokens(config).items():
+        if known.get(position) == repr(token):
             continue
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-        if backend.token_to_id(token.content) != int(key):
+        if backend.token_to_id(token.content) != position:
             logger.warning(
-                "tokenizer_config.json gives %r the id %s, tokenizer.json gives it %s; the latter holds",
+                "tokenizer_config.json gives %r the id %d, tokenizer.json gives it %s; the latter holds",
                 token.content,
-                key,
+                position,
                 backend.token_to_id(token.content),
             )
 
@@ -146,7 +162,10 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(found, str):
             templates["default"] = found
         elif isinstance(found, list):
-            templates |= {entry["name"]: entry["template"] for entry in found}
+            for entry in found:
+                if not isinstance(entry, dict) or not {"name", "template"} <= entry.keys():
+                    raise ValueError(f"a chat template in {folder} is {entry!r}; expected a name and a template")
+                templates[entry["name"]] = entry["template"]
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
         templates[path.stem] = path.read_text(encoding="utf-8")
     if (folder / "chat_template.jinja").is_file():

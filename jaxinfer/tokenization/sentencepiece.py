@@ -13,11 +13,15 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 SPACE = "▁"
 _ADDED_SCORE = -1000.0
 """Score that converters give to tokens added after training; those of the model itself have better ones."""
+
+
+_MAX_ADDED = 1_000_000
 
 
 class PieceType(enum.IntEnum):
@@ -56,7 +60,12 @@ class SentencePieceModel:
         Ids that nobody names are filled with unused tokens. Raises ValueError if an id is another piece's.
         """
         pieces, scores, types = list(self.pieces), list(self.scores), list(self.types)
+        known = {piece: position for position, piece in enumerate(pieces)}
         for token, position in sorted(added.items(), key=lambda item: item[1]):
+            if not 0 <= position < len(self.pieces) + _MAX_ADDED or known.get(token, position) != position:
+                raise ValueError(
+                    f"added token {token!r} cannot have the id {position} beside {len(self.pieces)} pieces"
+                )
             while len(pieces) <= position:
                 pieces.append(f"[UNUSED_{len(pieces)}]")
                 scores.append(_ADDED_SCORE)
@@ -89,8 +98,7 @@ class SentencePieceModel:
         backend.add_special_tokens(
             [AddedToken(piece, normalized=False) for piece in self._of_type(PieceType.CONTROL, PieceType.UNKNOWN)]
         )
-        # Matched after spaces became U+2581, as in SentencePiece, so that a piece such as two spaces is
-        # found.
+        # Matched after spaces became U+2581, as in SentencePiece: a piece may consist of spaces.
         backend.add_tokens([AddedToken(piece, normalized=True) for piece in self._of_type(PieceType.USER_DEFINED)])
         return backend, self._preparation()
 
@@ -128,7 +136,7 @@ class SentencePieceModel:
         ]
         special = sorted(self._of_type(PieceType.CONTROL, PieceType.UNKNOWN) + added, key=len, reverse=True)
         boundaries = re.compile(f"({'|'.join(map(re.escape, special))})") if special else None
-        normalize = normalizers.Precompiled(self.charsmap).normalize_str if self.charsmap else None
+        normalize = _charsmap_normalizer(self.charsmap).normalize_str if self.charsmap else None
 
         def prepare(text: str) -> str:
             parts = boundaries.split(text) if boundaries else [text]
@@ -148,9 +156,39 @@ class SentencePieceModel:
         return prepare
 
 
+def _charsmap_normalizer(charsmap: bytes) -> normalizers.Normalizer:
+    """SentencePiece's compiled normalisation: the size of a double-array trie, the trie, the replacements.
+
+    `tokenizers` walks the trie unchecked and panics when it leads outside. Raises ValueError for such a one.
+    """
+    size = int.from_bytes(charsmap[:4], "little")
+    if size == 0 or size % 1024 or 4 + size > len(charsmap):
+        raise ValueError(f"the tokenizer's precompiled_charsmap has {len(charsmap)} bytes and a trie of {size} bytes")
+    units = np.frombuffer(charsmap, "<u4", size // 4, offset=4)
+    texts = np.frombuffer(charsmap, np.uint8, offset=4 + size)
+    inner = units >> 31 == 0  # the others are values, except that the walk always starts at the first
+    inner[0] = True
+    children = np.arange(units.size, dtype=np.uint32) ^ ((units >> 10) << ((units & 0x200) >> 6))
+    sound = _is_utf8(texts.tobytes()) and children[inner].max(initial=0) < units.size
+    if sound:
+        starts = units[children[inner & (units & 0x100 != 0)]] & 0x7FFFFFFF
+        sound = starts.max(initial=0) < texts.size and not np.any(texts[starts] & 0xC0 == 0x80)
+    if not sound:
+        raise ValueError("the tokenizer's precompiled_charsmap is damaged: its trie leads outside or into a character")
+    return normalizers.Precompiled(charsmap)
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def read_model(path: Path) -> SentencePieceModel:
     """Reads a tokenizer.model file (sentencepiece_model.proto). Raises ValueError if it is no BPE model."""
-    unigram, word_level = 1, 3
+    unigram, bpe = 1, 2
     try:
         fields = list(_fields(path.read_bytes()))
         pieces = [_piece(value) for number, value in fields if number == 1 and isinstance(value, bytes)]
@@ -160,7 +198,7 @@ def read_model(path: Path) -> SentencePieceModel:
         raise ValueError(f"{path} is not a SentencePiece model ({error}); convert it to tokenizer.json") from error
     if not pieces:
         raise ValueError(f"{path} is not a SentencePiece model: it has no pieces")
-    if trainer.get(3, unigram) in (unigram, word_level):
+    if trainer.get(3, unigram) != bpe:
         raise ValueError(
             f"{path} is not a BPE model; convert it: pip install 'jaxinfer[sentencepiece]', then in Python "
             "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder), which writes tokenizer.json"

@@ -165,7 +165,12 @@ class Tokenizer:
 
     def _choose_template(self, asked: str | None, has_tools: bool) -> str:
         if asked is not None:
-            return self.chat_templates.get(asked, asked)
+            if asked in self.chat_templates or "{" in asked:
+                return self.chat_templates.get(asked, asked)
+            raise ValueError(
+                f"chat_template={asked!r} is neither a Jinja template nor one of "
+                f"{', '.join(sorted(self.chat_templates))}"
+            )
         if has_tools and "tool_use" in self.chat_templates:
             return self.chat_templates["tool_use"]
         if self.chat_template is not None:
