@@ -1,0 +1,104 @@
+"""The command line: `jaxinfer generate | chat | pull | info`.
+
+Results go to standard output, everything else to standard error. Exit codes: 0 success, 2 bad input (one line says
+what and how to mend it), 130 interrupted, 1 anything else. JAX is imported when a command is run, not before.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxinfer.cli.options import Parser, add_model, add_sampling
+
+_COMMANDS = {
+    "generate": "complete prompts from the command line, a file or standard input",
+    "chat": "talk to a model; it remembers the conversation",
+    "pull": "fetch a model into the cache and print its path",
+    "info": "print a model's configuration, size, memory and tokenizer, without reading its weights",
+}
+
+
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for: a source tree that is not installed has none."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"jaxinfer {importlib.metadata.version('jaxinfer')}")
+        parser.exit()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line. Each command's arguments are added here, its work is in the module of that name."""
+    root = Parser(prog="jaxinfer", description="LLM inference compiled by JAX/XLA for NVIDIA GPUs.", allow_abbrev=False)
+    root.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    root.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    subparsers = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = {
+        name: subparsers.add_parser(name, help=summary, description=summary.capitalize() + ".", allow_abbrev=False)
+        for name, summary in _COMMANDS.items()
+    }
+
+    generate = commands["generate"]
+    add_model(generate)
+    source = generate.add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeat it for several")
+    source.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="one prompt a line (- is standard input); in a .jsonl file each line is an object with one of prompt, "
+        "token_ids or messages, and optionally params, sampling options of its own",
+    )
+    generate.add_argument("--chat", action="store_true", help="give each prompt to the model's chat template")
+    generate.add_argument("--system", metavar="TEXT", help="system message for --chat")
+    generate.add_argument("--json", action="store_true", help="print one JSON object for each prompt, nothing else")
+    generate.add_argument("--quiet", action="store_true", help="no progress and no figures on standard error")
+    generate.add_argument("--max-batch-size", type=int, default=64, metavar="N", help="completions run at once (64)")
+    add_sampling(generate)
+
+    chat = commands["chat"]
+    add_model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
+    add_sampling(chat, leave_out=("n", "logprobs", "prompt_logprobs"), defaults={"max_tokens": 1024})
+
+    pull = commands["pull"]
+    pull.add_argument("name", metavar="NAME", help="a short name, owner/name, or owner/name:file.gguf")
+    pull.add_argument("--quiet", action="store_true", help="no progress on standard error")
+
+    info = commands["info"]
+    add_model(info)
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    return root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code. `arguments` are those of the process if not given."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the answer
+    options = parser().parse_args(arguments)
+    command = importlib.import_module(f"jaxinfer.cli.{options.command}")
+    try:
+        code = command.run(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`). Python would complain again when it flushes on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError) as error:  # CheckpointError is a ValueError
+        if options.traceback:
+            raise
+        print(f"error: {describe(error)}", file=sys.stderr)
+        return 2
+
+
+def describe(error: Exception) -> str:
+    """An error as one line."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fspath(error.filename)}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__

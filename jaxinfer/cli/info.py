@@ -1,0 +1,141 @@
+"""`jaxinfer info MODEL`: what a model is and what it costs, from its metadata alone."""
+
+import argparse
+import collections
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jaxinfer import kv_cache
+from jaxinfer.config import RopeConfig
+from jaxinfer.model import inspect, weights_dtype_for
+from jaxinfer.params import canonical_shapes, num_parameters
+
+KINDS = ("embedding", "attention", "mlp", "norms", "head")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the facts as text or JSON."""
+    facts = gather(options.model, options.dtype)
+    print(json.dumps(facts, ensure_ascii=False, allow_nan=False) if options.json else "\n".join(_lines(facts)))
+    return 0
+
+
+def gather(path_or_name: str, dtype: str | None) -> dict[str, Any]:
+    """Everything `info` says, as JSON values. Sizes are in bytes."""
+    weights_dtype = weights_dtype_for(dtype)
+    found = inspect(path_or_name)
+    config = found.config
+    memory: dict[str, int] = dict.fromkeys(KINDS, 0)
+    for name, shape in canonical_shapes(config).items():
+        kind = _kind(name)
+        memory[kind] += math.prod(shape) * (4 if kind == "norms" else weights_dtype.itemsize)
+    files: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"tensors": 0, "bytes": 0})
+    for tensor in found.tensors.values():
+        files[tensor.dtype]["tensors"] += 1
+        files[tensor.dtype]["bytes"] += tensor.nbytes
+    per_token = kv_cache.bytes_per_token(config, weights_dtype)
+    tokenizer = found.tokenizer
+    return {
+        "model": path_or_name,
+        "path": str(found.path),
+        "config": dataclasses.asdict(config),
+        "parameters": num_parameters(config),
+        "dtype": weights_dtype.name,
+        "memory": memory | {"total": sum(memory.values())},
+        "kv_cache": {
+            "bytes_per_token": per_token,
+            "context": config.max_position_embeddings,
+            "bytes_full_context": per_token * config.max_position_embeddings,
+        },
+        "tokenizer": None
+        if tokenizer is None
+        else {
+            "num_tokens": tokenizer.num_tokens,
+            "bos_token_id": tokenizer.bos_token_id,
+            "adds_bos": tokenizer.bos_token_id is not None and tokenizer.bos_token_id in tokenizer.opening_ids,
+            "eos_token_ids": [int(token) for token in tokenizer.eos_token_ids],
+            "chat_template": bool(tokenizer.chat_templates),
+        },
+        "file": dict(files),
+    }
+
+
+def _kind(name: str) -> str:
+    """Which kind a canonical parameter is."""
+    part = name.split(".")[-2]
+    if part.endswith("norm"):
+        return "norms"
+    if part in ("embed_tokens", "lm_head"):
+        return "embedding" if part == "embed_tokens" else "head"
+    return "attention" if part in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+
+
+def _lines(facts: dict[str, Any]) -> Iterable[str]:
+    """The facts for people."""
+    config, kv, tokenizer = facts["config"], facts["kv_cache"], facts["tokenizer"]
+    yield f"{facts['model']}  ({facts['path']})"
+    yield from _section("parameters", [(f"{facts['parameters']:,}", "")])
+    yield from _section(
+        f"memory, {facts['dtype']}", [(kind, _size(size)) for kind, size in facts["memory"].items() if size]
+    )
+    yield from _section(
+        f"KV cache, {facts['dtype']}",
+        [
+            ("per token", _size(kv["bytes_per_token"])),
+            (f"{kv['context']:,} tokens", _size(kv["bytes_full_context"]) + " (the full context)"),
+        ],
+    )
+    rows = [("none", "token ids in, token ids out")]
+    if tokenizer is not None:
+        bos = tokenizer["bos_token_id"]
+        added = "" if bos is None else (" (opens every text)" if tokenizer["adds_bos"] else " (not added to texts)")
+        rows = [
+            ("tokens", f"{tokenizer['num_tokens']:,}"),
+            ("BOS", ("none" if bos is None else str(bos)) + added),
+            ("EOS", ", ".join(map(str, tokenizer["eos_token_ids"])) or "none"),
+            ("chat template", "yes" if tokenizer["chat_template"] else "no"),
+        ]
+    yield from _section("tokenizer", rows)
+    rows = [(dtype, f"{file['tensors']} tensors, {_size(file['bytes'])}") for dtype, file in facts["file"].items()]
+    yield from _section("weights on disk", rows or [("none", "")])
+    rows = [(name, _value(value)) for name, value in config.items() if name != "layers"]
+    groups = [(layer, len(list(run))) for layer, run in itertools.groupby(config["layers"])]
+    yield from _section("configuration", rows)
+    yield from _section("layers", [(str(count), _layer(layer)) for layer, count in groups])
+
+
+def _section(title: str, rows: list[tuple[str, str]]) -> Iterable[str]:
+    width = max(len(name) for name, _ in rows)
+    yield ""
+    yield title
+    for name, value in rows:
+        yield f"  {name:<{width}}  {value}".rstrip()
+
+
+def _layer(layer: dict[str, Any]) -> str:
+    """A layer's window and those fields of its RoPE that are not at their defaults."""
+    window = "full attention" if layer["window"] is None else f"window {layer['window']}"
+    if layer["rope"] is None:
+        return f"{window}, no positions"
+    defaults = {field.name: field.default for field in dataclasses.fields(RopeConfig)}
+    rope = [f"{name} {_value(value)}" for name, value in layer["rope"].items() if value != defaults[name]]
+    return f"{window}, rope: {', '.join(rope)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple):
+        shown = [str(item) for item in value[:4]] + (["..."] if len(value) > 4 else [])
+        return ", ".join(shown) or "none"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _size(num_bytes: int) -> str:
+    """Decimal units, three digits."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}" if num_bytes < 1000 * scale else f"{num_bytes / scale:,.0f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,124 @@
+"""Command-line options that several commands share; those of sampling are made from `SamplingParams` itself."""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+from jaxinfer.sampling_params import SamplingParams
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports bad arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL and --dtype, as `jaxinfer.load` takes them."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="a model folder, a .gguf file, or a name that `jaxinfer pull` knows"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default bfloat16 on a GPU, float32 on a CPU")
+
+
+def add_sampling(
+    parser: argparse.ArgumentParser,
+    *,
+    leave_out: Collection[str] = (),
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
+) -> None:
+    """An option for each field of `SamplingParams`, with its name, its type and its docstring as help."""
+    group = parser.add_argument_group("sampling options")
+    documentation = _field_docstrings(SamplingParams)
+    group.set_defaults(sampling_defaults=dict(defaults))
+    for field in dataclasses.fields(SamplingParams):
+        if field.name in leave_out:
+            continue
+        default = defaults.get(field.name, field.default)
+        words = documentation[field.name].replace("%", "%%")
+        shown = "" if isinstance(default, bool) or default == () else f" Default: {str(default).lower()}."
+        group.add_argument(
+            "--" + field.name.replace("_", "-"),
+            dest=f"sampling.{field.name}",
+            default=argparse.SUPPRESS,
+            help=f"{words}{shown}",
+            **_how(field),
+        )
+
+
+def sampling_values(options: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that were given, and the command's own defaults, under SamplingParams' names."""
+    prefix = "sampling."
+    given = {name.removeprefix(prefix): value for name, value in vars(options).items() if name.startswith(prefix)}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return options.sampling_defaults | given
+
+
+def _how(field: dataclasses.Field) -> dict[str, Any]:
+    """How argparse reads a field, from its annotation."""
+    if field.type is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if field.type is int:
+        return {"type": _integer, "metavar": "N"}
+    if field.type == int | None:
+        return {"type": _optional_integer, "metavar": "N"}
+    if field.type is float:
+        return {"type": _number, "metavar": "X"}
+    if field.type == str | Sequence[str]:
+        return {"action": "append", "metavar": "TEXT"}
+    if field.type == Sequence[int]:
+        return {"action": "extend", "nargs": "+", "type": _integer, "metavar": "ID"}
+    if Mapping[int, float] in typing.get_args(field.type):
+        return {"action": "append", "type": _bias, "metavar": "ID=VALUE"}
+    raise TypeError(f"no command-line form for SamplingParams.{field.name} of type {field.type}")
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _optional_integer(text: str) -> int | None:
+    return None if text == "none" else _integer(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE, such as 198=-100")
+    return _integer(token), _number(value)
+
+
+def _field_docstrings(cls: type) -> dict[str, str]:
+    """The string below each field of a dataclass. Python does not keep them, so they are read from the source."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for statement, below in zip(definition.body, definition.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
+            found[statement.target.id] = " ".join(str(below.value.value).split())
+    return found
