@@ -1,14 +1,10 @@
 # make demo   a real model answers        make test   the tests pass
-# Both create .venv when it is missing, with the CUDA build of JAX where there is an NVIDIA driver.
+# Both make .venv when it is missing, with the CUDA build of JAX where there is an NVIDIA driver.
 
 VENV := .venv
 BIN := $(VENV)/bin
-JAX_EXTRA := $(shell scripts/jax-extra.sh)
-comma := ,
-RUNTIME := .$(if $(JAX_EXTRA),[$(JAX_EXTRA)])
-DEV := .[dev$(if $(JAX_EXTRA),$(comma)$(JAX_EXTRA))]
 PROMPT ?= Explain in two sentences why the sky is blue.
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n auto --maxprocesses 8
 
 .PHONY: demo test test-gpu lint types check format performance clean
 
@@ -40,13 +36,10 @@ performance: $(VENV)/.runtime
 clean:
 	rm -rf $(VENV)
 
-$(BIN)/python:
-	@python=$$(scripts/find-python.sh) && echo "Creating $(VENV) with $$python" && "$$python" -m venv $(VENV)
-
-$(VENV)/.runtime: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '$(RUNTIME)'
+$(VENV)/.runtime: pyproject.toml
+	@scripts/install.sh $(VENV)
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '$(DEV)'
+$(VENV)/.dev: pyproject.toml
+	@scripts/install.sh $(VENV) dev
 	@touch $@ $(VENV)/.runtime
