@@ -89,13 +89,24 @@ def seconds(function: Callable[[], object], repeats: int) -> list[float]:
 
 
 def read_rate() -> float:
-    """The largest rate in bytes/s at which this device reads memory: the best reduction over a large array."""
-    on_cpu = jax.default_backend() == "cpu"
-    size = (1 if on_cpu else 8) << 28
-    data = jax.jit(lambda: jnp.ones(size // 4, jnp.float32))()
-    reduce = jax.jit(jnp.sum)
+    """The largest rate in bytes/s at which this device reads memory: sums of rows over a large array.
+
+    Eight passes in one program, each with another factor so that none can be left out: a single pass of half a
+    millisecond would time its own dispatch too.
+    """
+    passes, columns = 8, 8192
+    rows = (1 << 28 if jax.default_backend() == "cpu" else 1 << 31) // (4 * columns)
+    data = jax.jit(lambda: jnp.ones((rows, columns), jnp.float32))()
+
+    @jax.jit
+    def reduce(data: jax.Array) -> jax.Array:
+        def one(index: jax.Array, total: jax.Array) -> jax.Array:
+            return total + jnp.sum(data * (1.0 + index.astype(jnp.float32)), axis=1)
+
+        return jax.lax.fori_loop(0, passes, one, jnp.zeros(rows, jnp.float32))
+
     seconds(lambda: reduce(data), 2)
-    return size / min(seconds(lambda: reduce(data), 10))
+    return passes * data.nbytes / min(seconds(lambda: reduce(data), 10))
 
 
 def median(values: list[float]) -> float:

@@ -13,7 +13,7 @@ from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.layers.attention import prefill_attention, self_attention
 from jaxinfer.layers.embedding import embed, head
-from jaxinfer.layers.linear import linear
+from jaxinfer.layers.linear import linear, norm_linear
 from jaxinfer.layers.mlp import gated_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.rope import apply_rope, rope_tables
@@ -78,11 +78,12 @@ def attention_block(
     tokens: Tokens,
     config: ModelConfig,
 ) -> tuple[Float[Array, "batch tokens hidden"], PagedKVCache | None]:
-    """Projects, rotates, appends to the cache, attends, projects back."""
+    """Normalises, projects, rotates, appends to the cache, attends, projects back."""
     batch, length, _ = x.shape
     layer_config = config.layers[layer]
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    q, k, v = jnp.split(linear(x, params.qkv, params.qkv_bias), [q_size, q_size + kv_size], axis=-1)
+    qkv = norm_linear(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
+    q, k, v = jnp.split(qkv, [q_size, q_size + kv_size], axis=-1)
     if config.qk_norm == "full":
         assert params.q_norm is not None and params.k_norm is not None
         q, k = rms_norm(q, params.q_norm, config.norm_eps), rms_norm(k, params.k_norm, config.norm_eps)
@@ -152,12 +153,19 @@ def decoder_layer(
 ) -> tuple[Float[Array, "batch tokens hidden"], PagedKVCache | None]:
     """One layer: attention and MLP, each with the norms its family has before and after."""
     with jax.named_scope("attention"):
-        h = x if params.attn_norm is None else rms_norm(x, params.attn_norm, config.norm_eps)
-        branch, cache = attention_block(params, h, cache, layer, tokens, config)
+        branch, cache = attention_block(params, x, cache, layer, tokens, config)
         x = add_residual(x, branch, params.attn_post_norm, config)
     with jax.named_scope("mlp"):
-        h = x if params.mlp_norm is None else rms_norm(x, params.mlp_norm, config.norm_eps)
-        branch = gated_mlp(h, params.gate_up, params.gate_up_bias, params.down, params.down_bias, config.activation)
+        branch = gated_mlp(
+            x,
+            params.mlp_norm,
+            config.norm_eps,
+            params.gate_up,
+            params.gate_up_bias,
+            params.down,
+            params.down_bias,
+            config.activation,
+        )
         return add_residual(x, branch, params.mlp_post_norm, config), cache
 
 
@@ -189,7 +197,9 @@ def forward(
         if rope is not None
     }
     tokens = Tokens(positions, page_table, tables, stage)
+    # Padding is zeros, whatever its id: the embedding of that token may be NaN, and attention's 0 * NaN would spread it.
     x = embed(token_ids, params.embed_tokens, config)
+    x = jnp.where((positions >= 0)[:, :, None], x, jnp.zeros((), x.dtype))
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{index}"):
             x, cache = decoder_layer(layer, x, cache, index, tokens, config)

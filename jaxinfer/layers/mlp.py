@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxinfer.layers.linear import linear
+from jaxinfer.layers.linear import linear, norm_linear
 
 
 def activate(gate: Float[Array, "*shape"], activation: str) -> Float[Array, "*shape"]:
@@ -24,12 +24,14 @@ def activate(gate: Float[Array, "*shape"], activation: str) -> Float[Array, "*sh
 
 def gated_mlp(
     x: Float[Array, "*batch hidden"],
+    norm: Float[Array, " hidden"] | None,
+    eps: float,
     gate_up: Float[Array, "two_intermediate hidden"],
     gate_up_bias: Float[Array, " two_intermediate"] | None,
     down: Float[Array, "hidden intermediate"],
     down_bias: Float[Array, " hidden"] | None,
     activation: str,
 ) -> Float[Array, "*batch hidden"]:
-    """`gate_up` holds the gate rows, then the up rows: one product instead of two."""
-    gate, up = jnp.split(linear(x, gate_up, gate_up_bias), 2, axis=-1)
+    """The block on the RMS-normalised x. `gate_up` holds the gate rows, then the up rows: one product, not two."""
+    gate, up = jnp.split(norm_linear(x, norm, eps, gate_up, gate_up_bias), 2, axis=-1)
     return linear(activate(gate, activation) * up, down, down_bias)

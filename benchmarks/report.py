@@ -1,0 +1,112 @@
+"""Writes docs/performance.md from the newest record of each case in `benchmarks/results`, peers' figures beside ours.
+
+python -m benchmarks.report
+"""
+
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+
+from benchmarks.harness import RESULTS, ROOT
+
+DOCUMENT = ROOT.parent / "docs" / "performance.md"
+INTRODUCTION = """# Performance
+
+Written by `make performance` from `benchmarks/results/*.jsonl`; nothing here is typed in. Each figure names its device
+and was printed by the benchmark of its section, with random weights unless the model is a real one. The newest record
+of a case counts. Peers' figures: {source}.
+
+`hbm_share` is the bytes that a step must read (weights once, the KV cache once) over its time, as a share of the read
+rate that the same run measured on the device.
+"""
+
+type Record = dict
+type Case = tuple[tuple[str, object], ...]
+
+
+def newest(records: Iterable[Record]) -> dict[tuple[str, str], dict[Case, dict[str, Record]]]:
+    """(device, benchmark) -> case -> metric -> its last record."""
+    table: dict[tuple[str, str], dict[Case, dict[str, Record]]] = {}
+    for record in records:
+        cases = table.setdefault((record["device"], record["benchmark"]), {})
+        cases.setdefault(tuple(record["case"].items()), {})[record["metric"]] = record
+    return table
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def number(record: Record | None) -> str:
+    """A measured value as text: shares as per cent, the rest with three or four digits."""
+    if record is None:
+        return ""
+    value = record["value"]
+    if record["unit"] == "" and record["metric"].endswith("share"):
+        return f"{100 * value:.0f} %"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def peers_for(peers: Mapping[str, list[dict]], section: str, metric: str, case: Mapping[str, object]) -> str:
+    """Every peer's figure for the same model, weights and size: "vLLM 0.24.0: 201"."""
+    found = []
+    for peer in peers.get(section, []):
+        keys = [key for key in peer if key in ("model", "weights", "batch", "prompt")]
+        if all(peer[key] == case.get(key) for key in keys):
+            value = f"{peer['low']:g}-{peer['high']:g}" if "low" in peer else f"{peer[metric]:,.4g}"
+            found.append(f"{peer['engine']}: {value}")
+    return "; ".join(found)
+
+
+def section(name: str, cases: Mapping[Case, Mapping[str, Record]], peers: Mapping[str, list[dict]]) -> str:
+    """One benchmark's tables on one device: cases that share keys and metrics share a table."""
+    shapes: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Case]] = {}
+    for case, metrics in cases.items():
+        shapes.setdefault((tuple(key for key, _ in case), tuple(metrics)), []).append(case)
+    parts = [f"### {name}"]
+    for (keys, metrics), group in shapes.items():
+        peer_of = {"tokens_per_s": "decode", "ttft_ms": "first_token_ms", "ready_cold_s": "ready_s"}
+        compared = next((metric for metric in metrics if metric in peer_of), None)
+        units = {metric: cases[group[0]][metric]["unit"] for metric in metrics}
+        header = [*keys, *[f"{metric} [{units[metric]}]" if units[metric] else metric for metric in metrics], "commit"]
+        rows = []
+        for case in group:
+            values = [number(cases[case][metric]) for metric in metrics]
+            row = [*[str(value) for _, value in case], *values, str(cases[case][metrics[0]]["commit"])]
+            if compared is not None:
+                row.append(peers_for(peers, peer_of[compared], compared, dict(case)))
+            rows.append(row)
+        if compared is not None and any(row[-1] for row in rows):
+            header.append(f"peers, {compared}")
+        elif compared is not None:
+            rows = [row[:-1] for row in rows]
+        parts.append(markdown(header, rows))
+    return "\n\n".join(parts)
+
+
+def report(records: Iterable[Record], peers: Mapping) -> str:
+    """The whole document."""
+    parts = [INTRODUCTION.format(source=peers["source"])]
+    table = newest(records)
+    for device in dict.fromkeys(device for device, _ in table):
+        parts.append(f"## {device}")
+        parts += [section(name, cases, peers) for (owner, name), cases in table.items() if owner == device]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def read_records(folder: pathlib.Path) -> list[Record]:
+    """All records of all devices, GPUs first, oldest first."""
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: (not path.stem.startswith("nvidia"), path.stem))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+
+
+def main() -> None:
+    peers = json.loads((ROOT / "peers.json").read_text())
+    DOCUMENT.write_text(report(read_records(RESULTS), peers))
+    print(f"wrote {DOCUMENT}")
+
+
+if __name__ == "__main__":
+    main()
