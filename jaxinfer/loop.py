@@ -5,6 +5,7 @@ kernel); rows that have finished are masked. The host dispatches the next chunk 
 last, so it never stands between two steps.
 """
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -73,7 +74,7 @@ def decode_chunk(
     num_steps: int,
 ) -> tuple[PagedKVCache, DecodeState, DecodedChunk]:
     """Runs `num_steps` decode steps. Rows not `active` (the host ended them: a stop string, say) are done at once."""
-    state = state.replace(done=state.done | ~active)
+    state = dataclasses.replace(state, done=state.done | ~active)
 
     def step(carry: tuple[PagedKVCache, DecodeState], _: None):
         cache, state = carry
@@ -90,7 +91,7 @@ def decode_chunk(
         )
         assert new_cache is not None
         logits = decoder.logits(params, hidden[:, 0], config)
-        state = state.replace(positions=jnp.where(state.done, state.positions, state.positions + 1))
+        state = dataclasses.replace(state, positions=jnp.where(state.done, state.positions, state.positions + 1))
         state, outputs = _sample_step(logits, state, variant)
         return (new_cache, state), outputs
 
@@ -115,5 +116,5 @@ def _sample_step(
     num_generated = state.num_generated + gained.astype(jnp.int32)
     stopped = jnp.any(tokens[:, None] == state.stop_ids, axis=1)
     done = state.done | failed | (gained & (stopped | (num_generated >= state.max_tokens)))
-    state = state.replace(tokens=tokens, num_generated=num_generated, done=done, sampling=sampling)
+    state = dataclasses.replace(state, tokens=tokens, num_generated=num_generated, done=done, sampling=sampling)
     return state, (tokens, gained, failed, output.logprobs)
