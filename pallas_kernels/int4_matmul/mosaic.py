@@ -1,285 +1,259 @@
 """Fused INT4 dequantise-and-multiply for Hopper, for the few rows of a decode step.
 
-The product is computed as out^T = W x^T: 64 output features are the large operand of `mma.sync`, the tokens its
-8-column operand. A warpgroup owns 64 features and a slice of K; the slices of one thread block are added in shared
-memory and those of a cluster through distributed shared memory, always in the same order, so results are reproducible
-and no partial result leaves the chip. Weights go from global memory to registers (or through a ring of bulk copies),
-`depth` tiles ahead; tokens and scales of the slice are fetched once.
+The product is computed as out^T = W x^T: 16 output features are the large operand of `mma.m16n8k16`, 8 tokens the small
+one. A warp owns 128 or 256 inputs for the whole kernel and keeps their x in registers, in fragment order; a block's
+warps own neighbouring inputs and walk together through units of output features. Weights and scales travel by
+asynchronous copies into a ring that each warp has for itself, several units ahead, and each lane reads back what it
+has copied, so the loop needs no barrier for them. The warps' sums of a unit are added in shared memory in a fixed
+order, so results are reproducible. Blocks that share an output feature write float32 partial sums, which XLA adds
+inside whatever comes next.
 
-Codes become bf16 by bit tricks (0x4300 | code is 128 + code), zero points are subtracted exactly as small integers, and
-the scale multiplies the float32 sum of a group, so the only rounding is that of x, the float32 sums and the output.
+Codes become bf16 by bit tricks (0x4300 | code is 128 + code). Scale, zero point or minimum enter once a group:
+
+    sum_k x_k w_k = scale * sum_k x_k (128 + code_k) + bias * sum_k x_k
+
+with bias = -scale (128 + zero) or minimum - 128 scale, in float32; sum_k x_k is computed once for the whole kernel.
+
+docs/kernels.md has the layout, the reasons and the measurements.
 """
 
 import dataclasses
-from typing import Literal
+import functools
+import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
-ROWS = 64
-"""Output features of a tile: 4 warps of 16."""
-COLUMNS = 64
-"""Inputs of a tile; a thread holds it as 4 words, one 16-byte load."""
-WORDS = (4, 128)
-"""Words of a tile, int32, in load order; two dimensions because a bulk copy takes at most 256 elements of one."""
+from pallas_kernels.int4_matmul.packing import Kind, PackedInt4
+from pallas_kernels.int4_matmul.plan import COLUMNS, PIECE_BYTES, STRIP, Plan, Schedule
+from pallas_kernels.int4_matmul.warp import Int4Warp
 
-_WEIGHTS = plgpu.Layout.MMA_LHS(jnp.bfloat16)
-_TOKENS = plgpu.Layout.MMA_RHS(jnp.bfloat16)
-_SUMS = plgpu.Layout.MMA_ACC(jnp.bfloat16)
-_PACKED = plgpu.Layout.WG_STRIDED(WORDS, vec_size=4)
-_ROW_MAJOR = plgpu.Layout.TILED(
-    mgpu.fragmented_array.Tiling(((4, 32), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-)
-_ZERO_IN_BF16 = 0x4300  # 128.0, whose last mantissa bit is worth 1
+ONES = 0x3F803F80  # two bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How one matrix is spread over the card.
+class Arguments:
+    """The kernel's arrays in global memory; `out` is [slices, rows, out_features]."""
 
-    A thread block holds `rows` row tiles times `splits` slices of K, a warpgroup for each; a cluster of `cluster` blocks
-    divides K further. Each warpgroup keeps `depth` steps of weights in flight, in `registers` or in a `ring` in shared memory.
-    """
-
-    rows: int
-    splits: int
-    cluster: int
-    depth: int
-    stream: Literal["registers", "ring"] = "registers"
-
-    @property
-    def slices(self) -> int:
-        return self.splits * self.cluster
-
-    @property
-    def warpgroups(self) -> int:
-        return self.rows * self.splits
+    words: Any
+    scales: Any
+    offsets: Any
+    x: Any
+    out: Any
+    scale_dtype: str
+    offset_dtype: str | None
+    out_dtype: str
+    kind: Kind
 
 
-def _unpack(words: jax.Array) -> jax.Array:
-    """int32[4, 128] in load order -> bf16[64, 64] in operand order, each element 128 + code."""
+def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
+    """One warp's work: the instructions are emitted through `w`, an Int4Warp (or its NumPy twin in the tests)."""
+    schedule = plan.schedule
+    group, quad = w.lane // 4, w.lane % 4
+    first_unit = block * plan.units // plan.blocks_per_slice
+    count = (block + 1) * plan.units // plan.blocks_per_slice - first_unit
+    first_tile = (slice_ * schedule.warps + w.warp) * plan.warp_tiles
+    ring = w.warp * plan.ring_bytes
+    zero, one = w.integer(0), w.integer(1)
 
-    @plgpu.inline_mgpu(
-        arg_types=(_PACKED,),
-        return_type=plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16, layout=_WEIGHTS),
+    def start(index: Any, slot: Any) -> None:
+        """Starts the copies of the block's unit `index`; past the last one, and past the last input, zeros."""
+        unit = first_unit + index
+        left = index < count
+        address = ring + slot * plan.unit_bytes
+        # Strips of a tile are neighbours in memory, then tiles along the inputs, then rows of tiles.
+        strip = unit * schedule.strips
+        offset = (strip // 4 * plan.column_tiles + first_tile) * (4 * PIECE_BYTES) + strip % 4 * PIECE_BYTES
+        offset = offset + w.lane * 16
+        for t in range(plan.warp_tiles):
+            size = w.select(left & (first_tile + t < plan.column_tiles), w.integer(16), zero)
+            for j in range(schedule.strips):
+                piece = (t * schedule.strips + j) * PIECE_BYTES
+                source = (4 * t + j) * PIECE_BYTES
+                w.copy_async(address + w.lane * 16, a.words, offset, size, to=piece, source=source)
+        copy_rows(a.scales, plan.scale_bytes, address + plan.words_bytes, unit, left)
+        if plan.offset_bytes:
+            to = address + (plan.words_bytes + plan.scales_bytes)
+            copy_rows(a.offsets, plan.offset_bytes, to, unit, left)
+        w.copy_commit()
+
+    def copy_rows(ref: Any, itemsize: int, address: Any, unit: Any, left: Any) -> None:
+        """Starts the copies of the unit's scales (or offsets), [segments, unit_rows], 16 bytes a lane."""
+        per_segment = plan.unit_rows * itemsize // 16
+        chunks = plan.segments * per_segment
+        for base in range(0, chunks, 32):
+            chunk = w.lane + base
+            segment = first_tile * COLUMNS // plan.segment + chunk // per_segment
+            index = segment * plan.segment // plan.group_size if plan.groups > 1 else zero
+            here = left & (index < plan.groups)
+            row = (index * plan.padded_features + unit * plan.unit_rows) * itemsize + chunk % per_segment * 16
+            size = w.select(here, w.integer(16), zero)
+
+            whole = None if chunks - base >= 32 else chunk < chunks
+            w.copy_async(address + chunk * 16, ref, row, size, predicate=whole)
+
+    for d in range(schedule.depth):
+        start(w.integer(d), w.integer(d))
+    if schedule.early_launch:
+        w.early_launch_wait()
+
+    tokens = []  # [tile][step][token block]: two words of x in fragment order
+    for t in range(plan.warp_tiles):
+        steps = []
+        for s in range(COLUMNS // 16):
+            column = (first_tile + t) * COLUMNS + 16 * s + quad * 4
+            blocks = []
+            for b in range(plan.token_blocks):
+                token = group + 8 * b
+                inside = (token < plan.rows) & (column < plan.in_features)
+                blocks.append(w.load_two_words(a.x, token * plan.in_features + column, inside))
+            steps.append(blocks)
+        tokens.append(steps)
+    step_of = [(t, s) for t in range(plan.warp_tiles) for s in range(COLUMNS // 16)]
+    per_segment = plan.segment // 16
+    segments = [step_of[i : i + per_segment] for i in range(0, len(step_of), per_segment)]
+    nothing = [w.const(0.0)] * 4
+    ones = [w.integer(ONES)] * 4
+    token_sums = []  # [segment][token block]: sums of x of this lane's two tokens
+    for steps in segments:
+        sums = [nothing] * plan.token_blocks
+        for t, s in steps:
+            sums = [w.mma(total, ones, words) for total, words in zip(sums, tokens[t][s], strict=True)]
+        token_sums.append([total[:2] for total in sums])
+
+    def turn(index: Any, carry: Any) -> Any:
+        slot, next_slot, buffer = carry
+        start(index + schedule.depth, next_slot)
+        w.copy_wait(schedule.depth)
+        w.warp_barrier()
+        address = ring + slot * plan.unit_bytes
+        pieces = {
+            (t, j): w.shared_load(address + (w.lane * 16 + (t * schedule.strips + j) * PIECE_BYTES), 4, "i32")
+            for t in range(plan.warp_tiles)
+            for j in range(schedule.strips)
+        }
+        sums = (buffer * schedule.warps + w.warp) * plan.sums_bytes + plan.sums_start
+        for j in range(schedule.strips):
+            totals = [nothing] * plan.token_blocks
+            for segment, steps in enumerate(segments):
+                products = [nothing] * plan.token_blocks
+                for t, s in steps:
+                    codes = w.codes(pieces[t, j][s])
+                    products = [w.mma(p, codes, words) for p, words in zip(products, tokens[t][s], strict=True)]
+                scale, bias = scale_and_bias(address, segment, j)
+                totals = [
+                    [total[e] + scale[e // 2] * product[e] + bias[e // 2] * of_tokens[e % 2] for e in range(4)]
+                    for total, product, of_tokens in zip(totals, products, token_sums[segment], strict=True)
+                ]
+            for b, total in enumerate(totals):
+                for e in range(4):
+                    token, row = quad * 2 + (8 * b + e % 2), group + (STRIP * j + 8 * (e // 2))
+                    inside = None if 8 * b + 8 <= plan.rows else token < plan.rows
+                    w.shared_store(sums + token * plan.sums_stride + row * 4, [total[e]], inside)
+        w.block_barrier()
+        store(first_unit + index, buffer)
+        return after(slot), after(next_slot), one - buffer
+
+    def after(slot: Any) -> Any:
+        following = slot + 1
+        return w.select(following < plan.slots, following, zero)
+
+    def scale_and_bias(address: Any, segment: int, j: int) -> tuple[list[Any], list[Any]]:
+        """Of this lane's two rows of strip j."""
+        scales, biases = [], []
+        for half in range(2):
+            row = segment * plan.unit_rows + STRIP * j + 8 * half
+            start_of = plan.words_bytes + row * plan.scale_bytes
+            scale = w.shared_number(address + group * plan.scale_bytes, a.scale_dtype, start_of)
+            if a.kind == "symmetric":
+                bias = scale * -136.0
+            else:
+                start_of = plan.words_bytes + plan.scales_bytes + row * plan.offset_bytes
+                offset = w.shared_number(address + group * plan.offset_bytes, a.offset_dtype, start_of)
+                bias = scale * (offset * -1.0 - 128.0) if a.kind == "zero_point" else scale * -128.0 + offset
+            scales.append(scale)
+            biases.append(bias)
+        return scales, biases
+
+    def store(unit: Any, buffer: Any) -> None:
+        """Adds the warps' sums of a unit, in order, and writes them."""
+        outputs = plan.rows * plan.unit_rows
+        for base in range(0, outputs, plan.threads):
+            index = w.thread + base
+            token, row = index // plan.unit_rows, index % plan.unit_rows
+            inside = index < outputs
+            feature = unit * plan.unit_rows + row
+            address = (token * plan.sums_stride + row * 4) + plan.sums_start
+            address = w.select(inside, address + buffer * (schedule.warps * plan.sums_bytes), zero)
+            total = w.shared_load(address, 1, "f32")[0]
+            for other in range(1, schedule.warps):
+                total = total + w.shared_load(address + other * plan.sums_bytes, 1, "f32")[0]
+            offset = (slice_ * plan.rows + token) * plan.out_features + feature
+            w.store_number(a.out, offset, total, a.out_dtype, inside & (feature < plan.out_features))
+
+    w.loop(count, (zero, w.integer(schedule.depth), zero), turn)
+
+
+def plan_for(rows: int, weight: PackedInt4, schedule: Schedule) -> Plan:
+    """The plan of a product of `rows` rows with a weight of the mosaic layout."""
+    out_features, in_features = weight.shape
+    offset_bytes = 0 if weight.offsets is None else weight.offsets.dtype.itemsize
+    return Plan(
+        rows, in_features, out_features, weight.group_size, weight.scales.dtype.itemsize, offset_bytes, schedule
     )
-    def unpack(ctx, packed):
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        layout = _WEIGHTS.to_mgpu()
-        (vector,) = packed.registers.flat
-        registers = []
-        for step in range(COLUMNS // 16):
-            word = mgpu.utils.bitcast(mgpu.utils.vector_slice(vector, slice(step, step + 1)), i32)
-            for nibble in range(4):
-                shifted = arith.shrui(word, mgpu.c(4 * nibble, i32)) if nibble else word
-                # One instruction for mask and exponent; written as `and` and `or`, ptxas often keeps two.
-                codes = llvm.inline_asm(i32, [shifted], "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;", "=r,r")
-                registers.append(mgpu.utils.bitcast(codes, pair))
-        operand = np.empty(len(registers), dtype=object)
-        operand[:] = registers
-        return mgpu.FragmentedArray(
-            _registers=operand.reshape(layout.registers_shape((ROWS, COLUMNS))), _layout=layout, _is_signed=None
-        )
-
-    return unpack(words)
 
 
-def _across_columns(values: jax.Array, columns: int, layout: plgpu.Layout) -> jax.Array:
-    return plgpu.layout_cast(lax.broadcast_in_dim(values, (ROWS, columns), (0,)), layout)
+def arguments_of(weight: PackedInt4, *, out_dtype: str, **arrays: Any) -> Arguments:
+    """The kernel's arguments for the arrays (or references) of a weight."""
+    return Arguments(
+        **arrays,
+        scale_dtype=str(weight.scales.dtype),
+        offset_dtype=None if weight.offsets is None else str(weight.offsets.dtype),
+        out_dtype=out_dtype,
+        kind=weight.kind,
+    )
 
 
-def int4_matmul(
-    words: jax.Array,
-    scales: jax.Array,
-    offsets: jax.Array | None,
-    x: jax.Array,
-    *,
-    group_size: int,
-    schedule: Schedule,
-    out_dtype: jnp.dtype = jnp.dtype(jnp.bfloat16),
-) -> jax.Array:
-    """x [M, K] bf16 times packed weights -> [M, N].
+def int4_matmul(x: jax.Array, weight: PackedInt4, *, schedule: Schedule, out_dtype: jnp.dtype) -> jax.Array:
+    """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features]."""
+    partial = partial_sums(x, weight, schedule=schedule, out_dtype=out_dtype)
+    # Written as a chain of additions, XLA makes it part of the next elementwise operation.
+    return functools.reduce(operator.add, list(partial)).astype(out_dtype)
 
-    M is a multiple of 8 up to 64, K a multiple of 64. `words` int32[N/64, K/64, 4, 128] (see packing.py); `scales` [groups, N]
-    float; `offsets` is None (the zero point is 8), uint8[groups, N] zero points, or float minima [groups, N].
-    """
-    m, k = x.shape
-    n = words.shape[0] * ROWS
-    step = 2 * COLUMNS if k % (2 * COLUMNS) == 0 else COLUMNS
-    tiles = step // COLUMNS
-    steps, slices = k // step, schedule.slices
-    steps_per_slice = -(-steps // slices)
-    even = steps % slices == 0
-    depth = min(schedule.depth, steps_per_slice)
-    width = min(group_size, COLUMNS)  # columns of one operand: a group, or a tile
-    groups_per_step = max(1, step // group_size)
-    span = steps_per_slice * step
-    aligned = even and (span % group_size == 0 or slices == 1)
-    slice_groups = min(scales.shape[0], -(-span // group_size) + (0 if aligned else 1))
-    minima = offsets is not None and jnp.issubdtype(offsets.dtype, jnp.floating)
-    ring = schedule.stream == "ring"
 
-    def kernel(*refs):
-        words_ref, scales_ref, *rest = refs
-        offsets_ref = rest.pop(0) if offsets is not None else None
-        x_ref, out_ref, x_smem, scales_smem, *rest = rest
-        offsets_smem = rest.pop(0) if offsets is not None else None
-        ring_smem = rest.pop(0) if ring else None
-        sums_smem, x_fetched, fetched, added, *filled = rest
+def partial_sums(x: jax.Array, weight: PackedInt4, *, schedule: Schedule, out_dtype: jnp.dtype) -> jax.Array:
+    """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice."""
+    plan = plan_for(x.shape[0], weight, schedule)
+    dtype = jnp.dtype(jnp.float32) if plan.slices > 1 else jnp.dtype(out_dtype)
+    operands = [weight.codes, weight.scales, *([] if weight.offsets is None else [weight.offsets]), x]
+    scalar = plgpu.Layout.WG_SPLAT(())
 
-        warpgroup = lax.axis_index("warpgroup")
-        row, split = warpgroup // schedule.splits, warpgroup % schedule.splits
-        tile = lax.axis_index("block") * schedule.rows + row
-        rank = lax.axis_index("rank") if schedule.cluster > 1 else jnp.int32(0)
-        part = rank * schedule.splits + split
-        owner, seat = row % schedule.cluster, row // schedule.cluster  # the rows' sums are dealt out to the cluster
-        first = part * steps_per_slice if even else part * steps // slices
-        group_base = first * step // group_size
-
-        def start(t):
-            """Starts the fetch of step t; returns its registers, or nothing if it goes to the ring."""
-            position = first + t if even else jnp.minimum(first + t, steps - 1)
-            if ring:
-                slot = t % depth
-                plgpu.copy_gmem_to_smem(
-                    words_ref.at[tile, pl.ds(position * tiles, tiles)],
-                    ring_smem.at[warpgroup, slot],
-                    filled[0].at[warpgroup, slot],
-                )
-                return ()
-            return [
-                plgpu.load(words_ref.at[tile, position * tiles + i], layout=_PACKED, optimized=False)
-                for i in range(tiles)
-            ]
-
-        def finish(t, pending):
-            if not ring:
-                return pending
-            slot = t % depth
-            plgpu.barrier_wait(filled[0].at[warpgroup, slot])
-            return [plgpu.load(ring_smem.at[warpgroup, slot, i], layout=_PACKED, optimized=False) for i in range(tiles)]
-
-        def multiply(t, packed, total):
-            for j in range(groups_per_step):
-                if group_size < step:
-                    group = t * groups_per_step + j
-                else:
-                    group = (first + t) * step // group_size - group_base
-                scale = plgpu.load(scales_smem.at[warpgroup, group], layout=_SUMS.reduce(1)).astype(jnp.float32)
-                zero = jnp.bfloat16(128 if minima else 136)
-                if offsets is not None and not minima:
-                    code = plgpu.load(offsets_smem.at[warpgroup, group], layout=_WEIGHTS.reduce(1))
-                    zero = lax.bitcast_convert_type(code.astype(jnp.int16) | jnp.int16(_ZERO_IN_BF16), jnp.bfloat16)
-                    zero = _across_columns(zero, width, _WEIGHTS)
-                sums = plgpu.layout_cast(jnp.zeros((ROWS, m), jnp.float32), _SUMS)
-                x_sums = plgpu.layout_cast(jnp.zeros((ROWS, m), jnp.float32), _SUMS)
-                for column in range(j * step // groups_per_step, (j + 1) * step // groups_per_step, width):
-                    weights = _unpack(packed[column // COLUMNS])
-                    if width < COLUMNS:
-                        weights = weights[:, column % COLUMNS : column % COLUMNS + width]
-                    weights = weights - zero
-                    tokens = plgpu.load(x_smem.at[split].at[:, pl.ds(t * step + column, width)].T, layout=_TOKENS)
-                    sums = plgpu.mma(sums, weights, tokens)
-                    if minima:
-                        ones = plgpu.layout_cast(jnp.ones((ROWS, width), jnp.bfloat16), _WEIGHTS)
-                        x_sums = plgpu.mma(x_sums, ones, tokens)
-                valid = jnp.float32(1)
-                if not even:
-                    valid = jnp.where(first + t < (part + 1) * steps // slices, jnp.float32(1), jnp.float32(0))
-                    scale = scale * valid
-                total = total + sums * _across_columns(scale, m, _SUMS)
-                if minima:
-                    low = plgpu.load(offsets_smem.at[warpgroup, group], layout=_SUMS.reduce(1)).astype(jnp.float32)
-                    total = total + x_sums * _across_columns(low * valid, m, _SUMS)
-            return total
-
-        pending = [start(t) for t in range(depth)]
-
-        @pl.when(row == 0)
-        def _():
-            plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(first * step, span)], x_smem.at[split], x_fetched.at[split])
-
-        here = (pl.ds(group_base, slice_groups), pl.ds(tile * ROWS, ROWS))
-        plgpu.copy_gmem_to_smem(scales_ref.at[here], scales_smem.at[warpgroup], fetched.at[warpgroup])
-        if offsets_ref is not None:
-            plgpu.copy_gmem_to_smem(offsets_ref.at[here], offsets_smem.at[warpgroup], fetched.at[warpgroup])
-        plgpu.barrier_wait(fetched.at[warpgroup])
-        plgpu.barrier_wait(x_fetched.at[split])
-
-        def advance(t, pending, total, *, more):
-            packed = finish(t, pending[0])
-            pending = [*pending[1:], start(t + depth)] if more else pending[1:]
-            return pending, multiply(t, packed, total)
-
-        def turn(r, carry):
-            pending, total = carry
-            for i in range(depth):
-                pending, total = advance(r * depth + i, pending, total, more=True)
-            return pending, total
-
-        total = plgpu.layout_cast(jnp.zeros((ROWS, m), jnp.float32), _SUMS)
-        turns = (steps_per_slice - depth) // depth
-        if turns:
-            pending, total = lax.fori_loop(0, turns, turn, (pending, total))
-        for t in range(turns * depth, steps_per_slice):
-            pending, total = advance(t, pending, total, more=t + depth < steps_per_slice)
-
-        if schedule.cluster > 1:
-            plgpu.async_store_smem(
-                total, sums_smem.at[seat, part], added.at[seat], cluster_idx=owner, cluster_dim="rank"
+    def kernel(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
+        def emit(ctx: Any, *values: Any) -> None:
+            del ctx
+            *arrays, out, shared, slice_, block = values
+            words, scales, *rest = arrays
+            offsets = rest[0] if weight.offsets is not None else None
+            arguments = arguments_of(
+                weight, words=words, scales=scales, offsets=offsets, x=rest[-1], out=out, out_dtype=str(dtype)
             )
-        else:
-            sums_smem.at[seat, part][...] = total
-            plgpu.barrier_arrive(added.at[seat])
+            w = Int4Warp(shared, plan.threads)
+            multiply(w, plan, arguments, w.scalar(slice_), w.scalar(block))
 
-        @pl.when(jnp.logical_and(split == 0, rank == owner))
-        def _():
-            plgpu.barrier_wait(added.at[seat])
-            result = jnp.float32(0)
-            for i in range(slices):
-                result = result + plgpu.load(sums_smem.at[seat, i].T, layout=_ROW_MAJOR, optimized=False)
-            out_ref.at[:, pl.ds(tile * ROWS, ROWS)][...] = result.astype(out_dtype)
+        if schedule.early_launch:
+            plgpu.griddepcontrol_launch_dependents()
+        emit(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
 
-    def swizzled(columns, dtype):
-        bits = dtype.itemsize * 8
-        swizzle = plgpu.find_swizzle(columns * bits, "operand")
-        return (plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
-
-    warpgroups, seats = schedule.warpgroups, -(-schedule.rows // schedule.cluster)
-    scratch: list = [
-        plgpu.SMEM((schedule.splits, m, span), jnp.bfloat16, transforms=swizzled(width, jnp.dtype(jnp.bfloat16))),
-        plgpu.SMEM((warpgroups, slice_groups, ROWS), scales.dtype),
-    ]
-    if offsets is not None:
-        scratch.append(plgpu.SMEM((warpgroups, slice_groups, ROWS), offsets.dtype))
-    if ring:
-        scratch.append(plgpu.SMEM((warpgroups, depth, tiles, *WORDS), jnp.int32))
-    scratch += [
-        plgpu.SMEM((seats, slices, ROWS, m), jnp.float32, transforms=swizzled(min(m, 32), jnp.dtype(jnp.float32))),
-        plgpu.Barrier(num_barriers=schedule.splits),
-        plgpu.Barrier(num_arrivals=1 if offsets is None else 2, num_barriers=warpgroups),
-        plgpu.Barrier(num_arrivals=slices, num_barriers=seats),
-    ]
-    if ring:
-        scratch.append(plgpu.Barrier(num_barriers=(warpgroups, depth)))
-    clusters = {"cluster": (schedule.cluster,), "cluster_names": ("rank",)} if schedule.cluster > 1 else {}
+    threads = {"num_threads": schedule.warps // 4, "thread_name": "warpgroup"} if schedule.warps > 4 else {}
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(n // ROWS // schedule.rows,),
-        grid_names=("block",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        scratch_types=scratch,
+        out_type=jax.ShapeDtypeStruct((plan.slices, plan.rows, plan.out_features), dtype),
+        grid=(plan.slices, plan.blocks_per_slice),
+        grid_names=("slice", "block"),
+        scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],
         kernel_name="int4_matmul",
-        **clusters,
-    )(words, scales, *([] if offsets is None else [offsets]), x)
+        **threads,
+    )(*operands)

@@ -1,7 +1,7 @@
 """The packed INT4 weight: its canonical form, and the order of bits that the Hopper kernel reads.
 
-A weight is `[out_features, in_features]` as checkpoints store it. Groups run along the inputs; the last one may be shorter.
-Every function takes NumPy or JAX arrays and returns the same kind.
+A weight is `[out_features, in_features]` as checkpoints store it. Groups run along the inputs; the last one may be
+shorter. Every function takes NumPy or JAX arrays and returns the same kind.
 """
 
 import dataclasses
@@ -60,14 +60,15 @@ class PackedInt4:
 def from_codes(codes: Any, scales: Any, offsets: Any = None, *, group_size: int, book: Any = None) -> PackedInt4:
     """Packs codes uint8[out, in], one a byte, with scales (and offsets) [out, groups] into the canonical form."""
     out_features, in_features = codes.shape
-    if not 1 <= group_size:
+    if not group_size >= 1:
         raise ValueError(f"group_size is {group_size}; expected a positive number, such as 128")
     group_size = min(group_size, in_features)
     expected = (out_features, -(-in_features // group_size))
     for name, array in (("scales", scales), ("offsets", offsets)):
         if array is not None and tuple(array.shape) != expected:
             raise ValueError(
-                f"{name} have shape {tuple(array.shape)}; codes {tuple(codes.shape)} in groups of {group_size} need {expected}"
+                f"{name} have shape {tuple(array.shape)}; "
+                f"codes {tuple(codes.shape)} in groups of {group_size} need {expected}"
             )
     if codes.dtype != jnp.uint8:
         raise ValueError(f"codes are {codes.dtype}; expected uint8 holding 0..15")
@@ -89,24 +90,26 @@ def unpack_codes(weight: PackedInt4) -> Any:
         return halves.reshape(out_features, -1)[:, :in_features]
     row_tiles, column_tiles = weight.codes.shape[:2]
     words = _bits(weight.codes, jnp.uint32).reshape(row_tiles, column_tiles, 4, 8, 4, 4)
-    # Axes: row tile, column tile, warp, row, lane of four, 16-column step; then the element, column half and row half.
+    # Axes: row tile, column tile, strip, row, lane of four, step; then the element, the pair of columns, the row half.
     nibbles = xp.stack([(words >> xp.uint32(4 * i)) & xp.uint32(15) for i in range(8)], axis=-1).astype(xp.uint8)
     nibbles = nibbles.reshape(row_tiles, column_tiles, 4, 8, 4, 4, 2, 2, 2)
-    codes = nibbles.transpose(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(row_tiles * TILE, column_tiles * TILE)
+    codes = nibbles.transpose(0, 2, 8, 3, 1, 5, 4, 7, 6).reshape(row_tiles * TILE, column_tiles * TILE)
     return codes[:out_features, :in_features]
 
 
 def to_mosaic(weight: PackedInt4) -> PackedInt4:
     """Repacks a canonical weight into the order in which the Hopper kernel's threads hold it.
 
-    A 64 x 64 tile is 512 words; thread t of the warpgroup's 128 loads words 4t..4t+3, one for each step of 16 columns. Within
-    a step, the warp (t // 32) has 16 rows, and the word's nibbles are what `mma.m16n8k16` wants of its lane (t % 32):
+    A 64 x 64 tile is 512 words: four strips of 16 rows, a strip's words in the order of a warp's lanes, a lane's four
+    words one for each step of 16 columns. A word's nibbles are what `mma.m16n8k16` wants of its lane, with the step's
+    columns in an order in which a lane's four of them are neighbours, so that x is read in 8-byte pieces:
 
         bits    0-3      4-7      8-11     12-15    16-19    20-23    24-27    28-31
-        row     r        r + 8    r        r + 8    r        r + 8    r        r + 8      r = lane // 4
-        column  c        c        c + 8    c + 8    c + 1    c + 1    c + 9    c + 9      c = 2 (lane % 4)
+        row     r        r + 8    r        r + 8    r        r + 8    r        r + 8      r = 16 strip + lane // 4
+        column  c        c        c + 2    c + 2    c + 1    c + 1    c + 3    c + 3      c = 16 step + 4 (lane % 4)
 
-    so that `(word >> 4i) & 0x000F000F` is one register of two neighbouring columns. Padded codes are 0 under a scale of 0.
+    so that `(word >> 4i) & 0x000F000F` is one register of two neighbouring columns. Padded codes are 0 under a scale
+    of 0.
     """
     if weight.layout != "canonical":
         raise ValueError(f"to_mosaic takes a canonical weight; this one has layout {weight.layout!r}")
@@ -115,8 +118,8 @@ def to_mosaic(weight: PackedInt4) -> PackedInt4:
     pad_rows, pad_columns = (-size % TILE for size in weight.shape)
     codes = xp.pad(codes, ((0, pad_rows), (0, pad_columns)))
     row_tiles, column_tiles = codes.shape[0] // TILE, codes.shape[1] // TILE
-    # Axes: row tile, warp, row half, row, column tile, step, column half, lane of four, element.
-    nibbles = codes.reshape(row_tiles, 4, 2, 8, column_tiles, 4, 2, 4, 2).transpose(0, 4, 1, 3, 7, 5, 8, 6, 2)
+    # Axes: row tile, strip, row half, row, column tile, step, lane of four, pair of columns, element.
+    nibbles = codes.reshape(row_tiles, 4, 2, 8, column_tiles, 4, 4, 2, 2).transpose(0, 4, 1, 3, 6, 5, 8, 7, 2)
     nibbles = nibbles.reshape(row_tiles, column_tiles, 4, 128, 8)
     words = xp.zeros(nibbles.shape[:-1], xp.uint32)
     for i in range(8):

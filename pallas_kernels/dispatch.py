@@ -1,0 +1,53 @@
+"""Which backend runs an op, and why: shared by every kernel's `api.py`."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+import jax
+
+KERNELS_VARIABLE = "JAXINFER_KERNELS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One backend's answer to a call: taken, or the reason why not."""
+
+    backend: str
+    taken: bool
+    reason: str
+
+
+def choose(op: str, refusals: Mapping[str, str | None], forced: str | None = None) -> list[Choice]:
+    """Takes the first backend that does not refuse.
+
+    `refusals` maps each backend, in order of preference, to its reason or to None. `forced`, or else the environment
+    variable JAXINFER_KERNELS, names the only backend that may be taken; an unknown name or a refusal of the forced
+    backend is a ValueError.
+    """
+    forced = forced or os.environ.get(KERNELS_VARIABLE) or None
+    if forced is not None and forced not in refusals:
+        raise ValueError(f"{op} has no backend {forced!r}; it has {', '.join(refusals)}")
+    choices: list[Choice] = []
+    for name, refusal in refusals.items():
+        if forced == name and refusal is not None:
+            raise ValueError(f"{op} cannot run on {name}: {refusal}")
+        if forced not in (None, name):
+            choices.append(Choice(name, False, f"{forced} was asked for"))
+        elif any(choice.taken for choice in choices):
+            choices.append(Choice(name, False, "a backend before it was taken"))
+        elif refusal is not None:
+            choices.append(Choice(name, False, refusal))
+        else:
+            choices.append(Choice(name, True, "asked for" if forced else "the first that supports this call"))
+    return choices
+
+
+def hopper_refusal() -> str | None:
+    """Why a kernel for compute capability 9.0 cannot run in this process; None if it can."""
+    if jax.default_backend() != "gpu":
+        return "this process has no GPU"
+    capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    if capability != "9.0":
+        return f"it is written for Hopper (compute capability 9.0), not {capability}"
+    return None

@@ -1,0 +1,101 @@
+"""The INT4 matrix product: validates, picks a backend, says why."""
+
+import math
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.int4_matmul import mosaic, reference, tuning
+from pallas_kernels.int4_matmul.packing import PackedInt4
+from pallas_kernels.int4_matmul.plan import PART
+
+Backend = Literal["mosaic", "reference"]
+MOSAIC_MAX_ROWS = 64
+FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+@overload
+def int4_matmul(
+    x: jax.Array,
+    w: PackedInt4,
+    *,
+    out_dtype: DTypeLike | None = None,
+    backend: Backend | None = None,
+    explain: Literal[False] = False,
+) -> jax.Array: ...
+@overload
+def int4_matmul(
+    x: jax.Array,
+    w: PackedInt4,
+    *,
+    out_dtype: DTypeLike | None = None,
+    backend: Backend | None = None,
+    explain: Literal[True],
+) -> list[dispatch.Choice]: ...
+def int4_matmul(
+    x: Float[Array, "*rows in_features"],
+    w: PackedInt4,
+    *,
+    out_dtype: DTypeLike | None = None,
+    backend: Backend | None = None,
+    explain: bool = False,
+) -> Float[Array, "*rows out_features"] | list[dispatch.Choice]:
+    """x times the transposed weight, the weight staying packed in memory where a kernel can read it so.
+
+    Args:
+      x: activations, any number of leading dimensions.
+      w: a weight [out_features, in_features]. The fused kernel reads the "mosaic" layout (see `to_mosaic`), the
+        reference any.
+      out_dtype: by default x's dtype. Sums are float32 in any case.
+      backend: forces one; else the environment variable JAXINFER_KERNELS, else the first that supports the call.
+        "mosaic" is the fused kernel for up to 64 rows on Hopper. "reference" dequantises the weight to x's dtype and
+        multiplies through XLA: the CPU's path, and the GPU's for many rows.
+      explain: return the list of `Choice` and compute nothing.
+
+    Raises:
+      ValueError: shapes that do not fit, or a call that the forced backend does not take.
+    """
+    out_features, in_features = w.shape
+    if x.ndim < 1 or x.shape[-1] != in_features:
+        raise ValueError(f"x has shape {x.shape}; a weight of {in_features} in_features needs [..., {in_features}]")
+    rows = math.prod(x.shape[:-1])
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    refusals = {"mosaic": mosaic_refusal(rows, x.dtype, dtype, w), "reference": None}
+    choices = dispatch.choose("int4_matmul", refusals, backend)
+    if explain:
+        return choices
+    chosen = next(choice.backend for choice in choices if choice.taken)
+    product = _mosaic if chosen == "mosaic" else reference.int4_matmul
+    return product(x.reshape(rows, in_features), w, out_dtype=dtype).reshape(*x.shape[:-1], out_features)
+
+
+def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedInt4) -> str | None:
+    """Why the Mosaic kernel does not take this call; None if it does."""
+    if dtype != jnp.bfloat16:
+        return f"it needs bfloat16 activations, not {jnp.dtype(dtype)}"
+    if not 1 <= rows <= MOSAIC_MAX_ROWS:
+        return f"it takes 1 to {MOSAIC_MAX_ROWS} rows, not {rows}"
+    if w.layout != "mosaic":
+        return f"it reads weights of the mosaic layout, not {w.layout}; repack with to_mosaic once, at load"
+    if w.kind == "code_book":
+        return "it has no code books"
+    if w.num_groups > 1 and w.group_size not in (16, 32, 64) and w.group_size % PART:
+        return f"it takes groups of 16, 32, 64 or a multiple of {PART}, or one group, not {w.group_size}"
+    if w.shape[1] % 4:
+        return f"it needs in_features divisible by 4, not {w.shape[1]}"
+    for name, kind in (("scales", w.scales.dtype), ("results", jnp.dtype(out_dtype))):
+        if kind not in FLOATS:
+            return f"it has {name} of bfloat16, float16 or float32, not {kind}"
+    if w.kind == "minimum" and w.offsets.dtype not in FLOATS:
+        return f"it has minima of bfloat16, float16 or float32, not {w.offsets.dtype}"
+    return dispatch.hopper_refusal()
+
+
+def _mosaic(x: jax.Array, w: PackedInt4, *, out_dtype: jnp.dtype) -> jax.Array:
+    out_features, in_features = w.shape
+    schedule = tuning.schedule_for(x.shape[0], in_features, out_features, jax.devices()[0].device_kind)
+    return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=out_dtype)

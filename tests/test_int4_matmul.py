@@ -1,0 +1,237 @@
+"""The INT4 matrix product: the definition in float64, the Hopper kernel on a simulated warp, dispatch, the GPU."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from simulated_int4_warp import simulate
+
+from pallas_kernels import dispatch
+from pallas_kernels.int4_matmul import PackedInt4, dequantize, from_codes, int4_matmul, mosaic, to_mosaic, tuning
+from pallas_kernels.int4_matmul.plan import Schedule
+
+BF16 = ml_dtypes.bfloat16
+ROWS, OUT, IN, GROUPS = (1, 2, 7, 16, 17), (8, 32, 72, 96, 192, 576, 1440), (64, 192, 576, 1536), (32, 64, 128, -1)
+KINDS = ("symmetric", "zero_point", "minimum")
+
+
+def make(
+    out_features: int, in_features: int, group_size: int, kind: str, dtype: type = BF16, seed: int = 0
+) -> tuple[PackedInt4, np.ndarray]:
+    """A canonical weight and its values in float64."""
+    rng = np.random.default_rng(seed)
+    group_size = in_features if group_size == -1 else min(group_size, in_features)
+    codes = rng.integers(0, 16, (out_features, in_features), dtype=np.uint8)
+    shape = (out_features, -(-in_features // group_size))
+    scales = rng.uniform(0.5, 1.5, shape).astype(dtype)
+    offsets, zeros = None, 8.0
+    if kind == "zero_point":
+        offsets = rng.integers(0, 16, shape, dtype=np.uint8)
+        zeros = np.repeat(offsets.astype(np.float64), group_size, 1)[:, :in_features]
+    spread = np.repeat(scales.astype(np.float64), group_size, 1)[:, :in_features]
+    values = spread * (codes - zeros)
+    if kind == "minimum":
+        offsets = (-8 * rng.uniform(0.5, 1.5, shape)).astype(dtype)
+        values = spread * codes + np.repeat(offsets.astype(np.float64), group_size, 1)[:, :in_features]
+    return from_codes(codes, scales, offsets, group_size=group_size), values
+
+
+def tokens(rows: int, in_features: int) -> np.ndarray:
+    return np.random.default_rng(rows).standard_normal((rows, in_features)).astype(BF16)
+
+
+def error(out: np.ndarray, x: np.ndarray, values: np.ndarray) -> float:
+    expected = x.astype(np.float64) @ values.T
+    return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+# Every pair of a shape's sizes occurs; every combination would take minutes.
+SHAPES = [
+    (ROWS[(i + j + k) % 5], n, k_size, GROUPS[(i + j) % 4], KINDS[(i + 2 * j) % 3])
+    for (i, n), (j, k_size) in itertools.product(enumerate(OUT), enumerate(IN))
+    for k in [i * j]
+]
+
+
+@pytest.mark.parametrize(("rows", "out_features", "in_features", "group_size", "kind"), SHAPES)
+@pytest.mark.parametrize("layout", ["canonical", "mosaic"])
+def test_reference_is_the_float64_product(rows, out_features, in_features, group_size, kind, layout) -> None:
+    weight, values = make(out_features, in_features, group_size, kind)
+    weight = to_mosaic(weight) if layout == "mosaic" else weight
+    x = tokens(rows, in_features).astype(np.float32)
+    out = jax.jit(int4_matmul)(jnp.asarray(x), weight)
+    assert out.shape == (rows, out_features)
+    assert error(np.asarray(out), x, values) < 1e-6
+
+
+def test_reference_multiplies_by_a_code_book() -> None:
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 16, (24, 64), dtype=np.uint8)
+    scales = rng.uniform(0.5, 1.5, (24, 2)).astype(np.float32)
+    book = np.linspace(-1, 1, 16, dtype=np.float32) ** 3
+    weight = from_codes(codes, scales, group_size=32, book=book)
+    values = np.repeat(scales, 32, 1) * book[codes]
+    x = tokens(3, 64).astype(np.float32)
+    for w in (weight, to_mosaic(weight)):
+        assert error(np.asarray(int4_matmul(jnp.asarray(x), w)), x, values.astype(np.float64)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features", "group_size", "kind", "dtype"),
+    [
+        (1, 8, 64, 32, "symmetric", BF16),
+        (2, 72, 192, 64, "zero_point", BF16),
+        (7, 96, 576, 128, "zero_point", np.float16),
+        (16, 192, 576, -1, "minimum", np.float32),
+        (17, 32, 1536, 128, "minimum", BF16),
+        (8, 64, 1156, 16, "zero_point", BF16),
+        (40, 64, 256, 128, "zero_point", BF16),
+    ],
+)
+def test_hopper_kernel_on_simulated_warps(rows, out_features, in_features, group_size, kind, dtype) -> None:
+    weight, values = make(out_features, in_features, group_size, kind, dtype)
+    x = tokens(rows, in_features)
+    schedule = tuning.schedule_for(rows, in_features, out_features)
+    partial = simulate(x, to_mosaic(weight), schedule)
+    assert error(partial.astype(np.float64).sum(0), x, values) < 3e-6
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(warps=4, blocks=2),
+        Schedule(warps=4, parts=2, strips=1, depth=1, blocks=1),
+        Schedule(warps=8, strips=4, depth=2, blocks=3),
+        Schedule(warps=16, strips=2, depth=4, blocks=7),
+    ],
+)
+def test_every_schedule_computes_the_same(schedule: Schedule) -> None:
+    weight, values = make(256, 1408, 128, "zero_point")
+    x = tokens(5, 1408)
+    partial = simulate(x, to_mosaic(weight), schedule)
+    assert error(partial.astype(np.float64).sum(0), x, values) < 3e-6
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 33, 64])
+@pytest.mark.parametrize(("out_features", "in_features"), [(14336, 4096), (4096, 14336), (576, 1536), (72, 64)])
+def test_kernel_lowers_for_cuda(rows: int, out_features: int, in_features: int) -> None:
+    kind = KINDS[rows % 3]
+    lower(rows, out_features, in_features, 64, kind, tuning.schedule_for(rows, in_features, out_features))
+
+
+@pytest.mark.parametrize("schedule", [Schedule(warps=4), Schedule(parts=2, strips=1), Schedule(early_launch=True)])
+def test_schedules_lower_for_cuda(schedule: Schedule) -> None:
+    lower(8, 256, 1024, 128, "zero_point", schedule)
+
+
+def lower(rows, out_features, in_features, group_size, kind, schedule) -> None:
+    weight = jax.eval_shape(lambda: to_mosaic(jax.tree.map(jnp.asarray, make(64, in_features, group_size, kind)[0])))
+    padded = -(-out_features // 64)
+    weight = PackedInt4(
+        jax.ShapeDtypeStruct((padded, *weight.codes.shape[1:]), jnp.int32),
+        *(
+            None if a is None else jax.ShapeDtypeStruct((a.shape[0], 64 * padded), a.dtype)
+            for a in (weight.scales, weight.offsets)
+        ),
+        None,
+        (out_features, in_features),
+        weight.group_size,
+        "mosaic",
+    )
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    x = jax.ShapeDtypeStruct((rows, in_features), jnp.bfloat16)
+
+    def product(x, w):
+        return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=jnp.dtype(jnp.bfloat16))
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        lowered = jax.jit(product).trace(x, weight).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+def test_plan_gives_every_unit_to_one_block_and_fits_in_shared_memory() -> None:
+    for rows, (n, k) in itertools.product((1, 8, 16, 32, 64), [(14336, 4096), (4096, 14336), (4096, 4096), (64, 64)]):
+        weight = PackedInt4(None, np.zeros(0, BF16), np.zeros(0, np.uint8), None, (n, k), min(k, 32), "mosaic")
+        plan = mosaic.plan_for(rows, weight, tuning.schedule_for(rows, k, n))
+        bounds = [b * plan.units // plan.blocks_per_slice for b in range(plan.blocks_per_slice + 1)]
+        counts = np.diff(bounds)
+        assert bounds[-1] * plan.unit_rows == plan.padded_features
+        assert counts.min() >= 1
+        assert counts.max() - counts.min() <= 1
+        assert plan.shared_bytes <= 227 * 1024
+
+
+def test_leading_dimensions_and_out_dtype() -> None:
+    weight, values = make(24, 64, 32, "symmetric")
+    x = tokens(6, 64).astype(np.float32)
+    out = int4_matmul(jnp.asarray(x).reshape(2, 3, 64), weight, out_dtype=jnp.bfloat16)
+    assert out.shape == (2, 3, 24)
+    assert out.dtype == jnp.bfloat16
+    assert error(np.asarray(out).reshape(6, 24), x, values) < 4e-3
+    assert int4_matmul(jnp.asarray(x)[0], weight).shape == (24,)
+    assert int4_matmul(jnp.zeros((0, 64)), weight).shape == (0, 24)
+
+
+def test_explain_says_why_not_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "hopper_refusal", lambda: None)
+    weight = to_mosaic(make(24, 64, 32, "symmetric")[0])
+    x = jnp.zeros((4, 64), jnp.bfloat16)
+
+    def reason(x: jax.Array, w: PackedInt4) -> str:
+        mosaic_choice, reference_choice = int4_matmul(x, w, explain=True)
+        assert reference_choice.taken != mosaic_choice.taken
+        return mosaic_choice.reason
+
+    assert reason(x, weight) == "the first that supports this call"
+    assert "bfloat16 activations, not float32" in reason(x.astype(jnp.float32), weight)
+    assert "1 to 64 rows, not 65" in reason(jnp.zeros((65, 64), jnp.bfloat16), weight)
+    assert "repack with to_mosaic" in reason(x, make(24, 64, 32, "symmetric")[0])
+    odd = to_mosaic(make(24, 72, 24, "symmetric")[0])
+    assert "groups of 16, 32, 64 or a multiple of 128" in reason(jnp.zeros((4, 72), jnp.bfloat16), odd)
+    assert "no code books" in reason(x, to_mosaic(from_codes_with_book()))
+
+
+def from_codes_with_book() -> PackedInt4:
+    return from_codes(np.zeros((8, 64), np.uint8), np.ones((8, 2), BF16), group_size=32, book=np.zeros(16, np.float32))
+
+
+def test_backend_can_be_forced_and_a_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = make(24, 64, 32, "symmetric")[0]
+    x = jnp.zeros((4, 64), jnp.bfloat16)
+    assert [c.taken for c in int4_matmul(x, weight, backend="reference", explain=True)] == [False, True]
+    with pytest.raises(ValueError, match="int4_matmul cannot run on mosaic: it reads weights of the mosaic layout"):
+        int4_matmul(x, weight, backend="mosaic")
+    monkeypatch.setenv("JAXINFER_KERNELS", "tpu")
+    with pytest.raises(ValueError, match="int4_matmul has no backend 'tpu'; it has mosaic, reference"):
+        int4_matmul(x, weight)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    weight = make(24, 64, 32, "symmetric")[0]
+    with pytest.raises(ValueError, match=r"x has shape \(4, 63\); a weight of 64 in_features needs \[..., 64\]"):
+        int4_matmul(jnp.zeros((4, 63)), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "out_features", "in_features", "group_size", "kind"), SHAPES)
+def test_kernel_on_the_gpu(rows, out_features, in_features, group_size, kind) -> None:
+    weight, values = make(out_features, in_features, group_size, kind)
+    x = tokens(rows, in_features)
+    packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
+    product = jax.jit(lambda x, w: int4_matmul(x, w, backend="mosaic", out_dtype=jnp.float32))
+    outs = [np.asarray(product(jnp.asarray(x), packed)) for _ in range(3)]
+    assert error(outs[0], x, values) < 3e-6
+    assert all(np.array_equal(outs[0], out) for out in outs)
+
+
+@pytest.mark.gpu
+def test_dequantised_path_on_the_gpu_matches_the_kernel() -> None:
+    weight = jax.tree.map(jnp.asarray, to_mosaic(make(576, 1536, 64, "minimum")[0]))
+    x = jnp.asarray(tokens(16, 1536))
+    fused, plain = (int4_matmul(x, weight, backend=b, out_dtype=jnp.float32) for b in ("mosaic", "reference"))
+    assert jnp.linalg.norm(fused - plain) / jnp.linalg.norm(plain) < 3e-3  # the plain one rounds weights to bf16
+    assert dequantize(weight).shape == (576, 1536)

@@ -1,0 +1,140 @@
+"""Packing of INT4 weights: exact both ways, in NumPy and in JAX alike."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.int4_matmul import PackedInt4, dequantize, from_codes, to_canonical, to_mosaic, unpack_codes
+
+BF16 = ml_dtypes.bfloat16
+
+
+def make(seed: int, out_features: int, in_features: int, group_size: int, kind: str) -> tuple[np.ndarray, PackedInt4]:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 16, (out_features, in_features), dtype=np.uint8)
+    shape = (out_features, -(-in_features // min(group_size, in_features)))
+    scales = rng.uniform(0.5, 1.5, shape).astype(BF16)
+    offsets, book = None, None
+    if kind == "zero_point":
+        offsets = rng.integers(0, 16, shape, dtype=np.uint8)
+    elif kind == "minimum":
+        offsets = rng.standard_normal(shape).astype(BF16)
+    elif kind == "code_book":
+        book = np.sort(rng.standard_normal(16)).astype(np.float32)
+    return codes, from_codes(codes, scales, offsets, group_size=group_size, book=book)
+
+
+weights = st.builds(
+    make,
+    st.integers(0, 1000),
+    st.integers(1, 200),
+    st.integers(1, 300),
+    st.sampled_from([1, 7, 16, 32, 64, 128, 1000]),
+    st.sampled_from(["symmetric", "zero_point", "minimum", "code_book"]),
+)
+
+
+@given(weights)
+@settings(deadline=None, max_examples=60)
+def test_layouts_give_back_the_codes_scales_and_offsets(case: tuple[np.ndarray, PackedInt4]) -> None:
+    codes, canonical = case
+    mosaic = to_mosaic(canonical)
+    assert np.array_equal(unpack_codes(canonical), codes)
+    assert np.array_equal(unpack_codes(mosaic), codes)
+    back = to_canonical(mosaic)
+    assert (back.shape, back.group_size, back.layout) == (canonical.shape, canonical.group_size, "canonical")
+    for before, after in zip(jax.tree.leaves(canonical), jax.tree.leaves(back), strict=True):
+        assert before.dtype == after.dtype
+        assert np.array_equal(before, after)
+
+
+@given(weights)
+@settings(deadline=None, max_examples=15)
+def test_jax_packs_as_numpy_does(case: tuple[np.ndarray, PackedInt4]) -> None:
+    _, canonical = case
+    packed = to_mosaic(canonical)
+    on_device = to_mosaic(jax.tree.map(jnp.asarray, canonical))
+    for numpy, device in zip(jax.tree.leaves(packed), jax.tree.leaves(on_device), strict=True):
+        assert isinstance(device, jax.Array)
+        assert np.array_equal(numpy, np.asarray(device))
+    assert np.array_equal(unpack_codes(packed), np.asarray(unpack_codes(on_device)))
+
+
+@given(weights)
+@settings(deadline=None, max_examples=15)
+def test_values_are_the_definition_in_either_layout(case: tuple[np.ndarray, PackedInt4]) -> None:
+    codes, weight = case
+    spread = [np.repeat(a.astype(np.float64), weight.group_size, 1)[:, : weight.shape[1]] for a in _rows(weight)]
+    scales, offsets = spread[0], spread[-1]
+    expected = {
+        "symmetric": lambda: scales * (codes - 8.0),
+        "zero_point": lambda: scales * (codes - offsets),
+        "minimum": lambda: scales * codes + offsets,
+        "code_book": lambda: scales * weight.book[codes],
+    }[weight.kind]()
+    for layout in (weight, to_mosaic(weight)):
+        np.testing.assert_allclose(np.asarray(dequantize(layout)), expected, rtol=3e-7, atol=3e-7)
+
+
+def _rows(weight: PackedInt4) -> list[np.ndarray]:
+    return [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
+
+
+def test_awq_zero_points_0_and_15_stay_what_they_are() -> None:
+    # Trap I5: a zero point of 0 must not wrap to 15 through a stored "zero - 1".
+    codes = np.array([[0, 1, 15, 8]], np.uint8)
+    scales = np.ones((1, 2), BF16)
+    weight = from_codes(codes, scales, np.array([[0, 15]], np.uint8), group_size=2)
+    assert np.array_equal(np.asarray(dequantize(to_mosaic(weight))), [[0.0, 1.0, 0.0, -7.0]])
+
+
+def test_a_word_holds_what_the_diagram_says() -> None:
+    codes = np.zeros((64, 64), np.uint8)
+    strip, lane, step = 2, 13, 3
+    row, column = 16 * strip + lane // 4, 16 * step + 4 * (lane % 4)
+    places = [(row, column), (row + 8, column), (row, column + 2), (row + 8, column + 2)]
+    places += [(r, c + 1) for r, c in places]
+    for value, place in enumerate(places, start=1):
+        codes[place] = value
+    words = to_mosaic(from_codes(codes, np.ones((64, 1), BF16), group_size=64)).codes
+    assert words.shape == (1, 1, 4, 128)
+    assert words[0, 0, strip, 4 * lane + step] == np.uint32(0x87654321).view(np.int32)
+    assert np.count_nonzero(words) == 1
+
+
+def test_padding_has_codes_and_scales_of_zero() -> None:
+    _, weight = make(0, 70, 100, 32, "minimum")
+    mosaic = to_mosaic(weight)
+    assert mosaic.codes.shape == (2, 2, 4, 128)
+    assert mosaic.scales.shape == mosaic.offsets.shape == (4, 128)
+    assert not np.any(mosaic.scales[:, 70:].astype(np.float32))
+    whole = unpack_codes(PackedInt4(mosaic.codes, None, None, None, (128, 128), 128, "mosaic"))
+    assert not np.any(whole[70:])
+    assert not np.any(whole[:, 100:])
+
+
+def test_a_packed_weight_is_a_pytree_whose_layout_is_static() -> None:
+    _, weight = make(1, 8, 64, 32, "zero_point")
+    packed = to_mosaic(weight)
+    assert len(jax.tree.leaves(packed)) == 3
+    doubled = jax.jit(lambda w: w)(packed)
+    assert (doubled.layout, doubled.shape, doubled.group_size) == ("mosaic", (8, 64), 32)
+
+
+def test_refusals_say_what_was_expected() -> None:
+    codes, scales = np.zeros((8, 64), np.uint8), np.ones((8, 2), BF16)
+    with pytest.raises(ValueError, match=r"scales have shape \(8, 2\).*groups of 16 need \(8, 4\)"):
+        from_codes(codes, scales, group_size=16)
+    with pytest.raises(ValueError, match=r"group_size is 0"):
+        from_codes(codes, scales, group_size=0)
+    with pytest.raises(ValueError, match=r"codes are int32; expected uint8"):
+        from_codes(codes.astype(np.int32), scales, group_size=32)
+    with pytest.raises(ValueError, match=r"a code book has 16 entries"):
+        from_codes(codes, scales, group_size=32, book=np.zeros(15))
+    mosaic = to_mosaic(from_codes(codes, scales, group_size=32))
+    with pytest.raises(ValueError, match=r"takes a canonical weight; this one has layout 'mosaic'"):
+        to_mosaic(mosaic)
