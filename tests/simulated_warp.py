@@ -55,6 +55,13 @@ class SimulatedWarp:
     def reciprocal(self, x: np.ndarray) -> np.ndarray:
         return np.float32(1) / x
 
+    @staticmethod
+    def rsqrt(x: np.ndarray) -> np.ndarray:
+        return np.float32(1) / np.sqrt(x)
+
+    def unpack_bf16(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(self._halves(word)[:, i].view(ml_dtypes.bfloat16).astype(np.float32) for i in range(2))
+
     def pack_bf16(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         pair = np.stack([low, high], -1).astype(ml_dtypes.bfloat16)
         return pair.view(np.int32)[:, 0]
@@ -109,12 +116,21 @@ class SimulatedWarp:
         pairs = ref[offset[:, None] + np.arange(2 * count)].view(np.int32)
         return tuple(np.where(predicate, pairs[:, i], 0).astype(np.int32) for i in range(count))
 
-    def _load(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> np.ndarray:
-        assert (offset[predicate] >= 0).all()
-        got = ref[np.where(predicate, offset, 0)]
-        return np.where(predicate, got, 0).astype(ref.dtype)
+    def load_i32(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> np.ndarray:
+        return self._load(ref, offset, 1, predicate)[0]
 
-    load_i32 = load_f32 = _load
+    def load_floats(
+        self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
+        return self._load(ref, offset, count, predicate)
+
+    def _load(self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray) -> tuple[np.ndarray, ...]:
+        assert (offset[predicate] >= 0).all()
+        assert (offset[predicate] % count == 0).all(), "unaligned read"
+        assert (offset[predicate] + count <= ref.size).all(), "read past the end of an array"
+        return tuple(
+            np.where(predicate, ref[np.where(predicate, offset + i, 0)], 0).astype(ref.dtype) for i in range(count)
+        )
 
     def store_words(
         self, ref: np.ndarray, offset: np.ndarray, words: Sequence[np.ndarray], predicate: np.ndarray
@@ -126,21 +142,25 @@ class SimulatedWarp:
     def store_f32(self, ref: np.ndarray, offset: np.ndarray, value: np.ndarray, predicate: np.ndarray) -> None:
         ref[offset[predicate]] = value[predicate]
 
-    def shared_load(
-        self, address: np.ndarray, count: int, kind: str, block: np.ndarray | None = None
-    ) -> tuple[np.ndarray, ...]:
-        smem = self.cluster.smem[self.block if block is None else uniform(block)]
+    def shared_load(self, address: np.ndarray, count: int, kind: str) -> tuple[np.ndarray, ...]:
         assert (address % (4 * count) == 0).all(), "unaligned shared read"
-        return tuple(smem.view(KINDS[kind])[address // 4 + i] for i in range(count))
+        smem = self.cluster.smem[self.block].view(KINDS[kind])
+        return tuple(smem[address // 4 + i] for i in range(count))
 
     def shared_store(
-        self, address: np.ndarray, values: Sequence[np.ndarray], predicate: np.ndarray | None = None
+        self,
+        address: np.ndarray,
+        values: Sequence[np.ndarray],
+        predicate: np.ndarray | None = None,
+        block: np.ndarray | None = None,
     ) -> None:
-        smem = self.cluster.smem[self.block]
         keep = np.ones(32, bool) if predicate is None else predicate
         assert (address[keep] % (4 * len(values)) == 0).all(), "unaligned shared write"
-        for i, value in enumerate(values):
-            smem.view(value.dtype)[address[keep] // 4 + i] = value[keep]
+        assert (address[keep] >= 0).all()
+        for lane in np.flatnonzero(keep):
+            smem = self.cluster.smem[self.block if block is None else block[lane]]
+            for i, value in enumerate(values):
+                smem.view(value.dtype)[address[lane] // 4 + i] = value[lane]
 
     def loop(
         self, count: np.ndarray, carry: Sequence[Any], body: Callable[[np.ndarray, Sequence[Any]], Sequence[Any]]
@@ -155,8 +175,10 @@ class SimulatedWarp:
     def block_barrier(self) -> None:
         self.cluster.block_barriers[self.block].wait()
 
-    def cluster_barrier(self, release: bool = True) -> None:
-        del release
+    def cluster_arrive(self, release: bool) -> None:
+        """Arriving and waiting come in pairs, so the whole barrier may stand where the wait is."""
+
+    def cluster_wait(self) -> None:
         self.cluster.cluster_barrier.wait()
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.paged_attention import mosaic, reference
+from pallas_kernels.paged_attention.plan import KEYS, plan_for
 
 BACKENDS = ("mosaic", "reference")
 MAX_TOKENS = 16  # more query tokens than verification needs: prefill, another kernel
@@ -63,15 +64,19 @@ def paged_attention(
       ValueError: shapes or dtypes that no backend takes, or that the forced one does not.
     """
     _validate(q, k_pages, v_pages, page_table, lengths, sinks, window=window, softcap=softcap)
-    choices = _choose(q, k_pages, backend or os.environ.get("JAXINFER_KERNELS") or None)
+    batch, tokens, q_heads, head_dim = q.shape
+    choices = choose("paged_attention", refusal(q, k_pages, tokens), backend)
     if explain:
         return choices
-    chosen = next(choice.backend for choice in choices if choice.taken)
-    if chosen == "mosaic":
+    if taken(choices) == "mosaic":
         plan = plan_for(
-            q.shape,
-            k_pages.shape,
-            page_table.shape[1],
+            batch=batch,
+            tokens=tokens,
+            q_heads=q_heads,
+            kv_heads=k_pages.shape[1],
+            head_dim=head_dim,
+            page_size=k_pages.shape[2],
+            pages_per_row=page_table.shape[1],
             scale=scale,
             window=window,
             softcap=softcap,
@@ -88,64 +93,47 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def plan_for(
-    q_shape: tuple[int, ...],
-    pages_shape: tuple[int, ...],
-    pages_per_row: int,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: bool = False,
-) -> mosaic.Plan:
-    """The Mosaic kernel's parameters for a call: blocks that share a (sequence, KV head), tiles in flight."""
-    batch, tokens, q_heads, head_dim = q_shape
-    _, kv_heads, page_size, _ = pages_shape
-    plan = mosaic.Plan(
-        batch, tokens, q_heads, kv_heads, head_dim, page_size, pages_per_row, scale, window, softcap, sinks
-    )
-    # Enough blocks for two on each of about 132 multiprocessors, but no block without a tile for each of its warps.
-    longest = pages_per_row * page_size
-    groups = batch * kv_heads * plan.row_blocks
-    splits = 1
-    while splits < 8 and splits * groups < 264 and splits * plan.warps * mosaic.KEYS < longest:
-        splits *= 2
-    depth = 2 if head_dim * plan.halves <= 128 else 1
-    return dataclasses.replace(plan, splits=splits, depth=depth)
+def choose(op: str, mosaic_refusal: str | None, backend: str | None) -> list[Choice]:
+    """What each backend says to a call; exactly one is taken.
 
-
-def _choose(q: jax.Array, k_pages: jax.Array, forced: str | None) -> list[Choice]:
+    `mosaic_refusal` is why the Mosaic kernel does not take the call, or None. `backend` forces one, else the
+    environment variable JAXINFER_KERNELS does.
+    """
+    forced = backend or os.environ.get("JAXINFER_KERNELS") or None
     if forced is not None and forced not in BACKENDS:
-        raise ValueError(f"paged_attention has no backend {forced!r}; it has {', '.join(BACKENDS)}")
-    choices, taken = [], False
+        raise ValueError(f"{op} has no backend {forced!r}; it has {', '.join(BACKENDS)}")
+    choices, found = [], False
     for name in BACKENDS:
-        reason = _mosaic_refusal(q, k_pages) if name == "mosaic" else None
+        reason = mosaic_refusal if name == "mosaic" else None
         if forced == name and reason is not None:
-            raise ValueError(f"paged_attention cannot run on {name}: {reason}")
+            raise ValueError(f"{op} cannot run on {name}: {reason}")
         if forced not in (None, name):
             choices.append(Choice(name, False, f"{forced} was asked for"))
-        elif taken:
+        elif found:
             choices.append(Choice(name, False, "a backend before it was taken"))
         elif reason is not None:
             choices.append(Choice(name, False, reason))
         else:
-            taken = True
+            found = True
             choices.append(Choice(name, True, "asked for" if forced else "the first that supports this call"))
     return choices
 
 
-def _mosaic_refusal(q: jax.Array, k_pages: jax.Array) -> str | None:
+def taken(choices: list[Choice]) -> str:
+    return next(choice.backend for choice in choices if choice.taken)
+
+
+def refusal(q: jax.Array, k_pages: jax.Array, tokens: int) -> str | None:
     """Why the Mosaic kernel does not take this call; None if it does."""
-    _, tokens, _, head_dim = q.shape
-    page_size = k_pages.shape[2]
+    _, _, page_size, head_dim = k_pages.shape
     if q.dtype != jnp.bfloat16 or k_pages.dtype != jnp.bfloat16:
         return f"it needs bfloat16 queries and pages, not {q.dtype} and {k_pages.dtype}"
     if tokens > MAX_TOKENS:
         return f"it takes up to {MAX_TOKENS} query tokens, not {tokens}"
     if head_dim % 16 or head_dim > 256:
         return f"it needs a head_dim that is a multiple of 16 and at most 256, not {head_dim}"
-    if page_size % mosaic.KEYS:
-        return f"it needs a page size that is a multiple of {mosaic.KEYS}, not {page_size}"
+    if page_size % KEYS:
+        return f"it needs a page size that is a multiple of {KEYS}, not {page_size}"
     if jax.default_backend() != "gpu":
         return "this process has no GPU"
     if not _is_hopper():

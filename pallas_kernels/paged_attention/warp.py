@@ -111,7 +111,7 @@ class Warp:
         """A scalar argument of `inline_mgpu` (a one-register fragmented array)."""
         return Value(value.registers.item())
 
-    def const(self, value: float, kind: str = "f32") -> Value:
+    def const(self, value: int | float, kind: str = "f32") -> Value:
         return Value(mgpu_utils.c(value, _type(kind)))
 
     def wide(self, value: Value) -> Value:
@@ -133,6 +133,9 @@ class Warp:
     def reciprocal(self, x: Value) -> Value:
         return self._unary("rcp.approx.ftz.f32", x)
 
+    def rsqrt(self, x: Value) -> Value:
+        return self._unary("rsqrt.approx.ftz.f32", x)
+
     def _unary(self, instruction: str, x: Value) -> Value:
         return Value(mgpu_utils.inline_ptx(f"{instruction} $0, $1;", x.ir, result_types=_type("f32")))
 
@@ -140,6 +143,10 @@ class Warp:
     def pack_bf16(self, low: Value, high: Value) -> Value:
         ptx = "cvt.rn.bf16x2.f32 $0, $2, $1;"
         return Value(mgpu_utils.inline_ptx(ptx, low.ir, high.ir, result_types=_type("i32")))
+
+    def unpack_bf16(self, word: Value) -> Words:
+        bits = (arith.shli(word.ir, mgpu_utils.c(16, _type("i32"))), (word & -65536).ir)
+        return tuple(Value(llvm.bitcast(_type("f32"), b)) for b in bits)
 
     def low_halves(self, a: Value, b: Value) -> Value:
         return self._permute(a, b, 0x5410)
@@ -184,8 +191,9 @@ class Warp:
     def load_i32(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
         return self._load_global(ref, offset, 4, 1, predicate, ".nc", "i32")[0]
 
-    def load_f32(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
-        return self._load_global(ref, offset, 4, 1, predicate, ".nc", "f32")[0]
+    def load_floats(self, ref: ir.Value, offset: Value, count: int, predicate: Value) -> Words:
+        """`count` (1, 2, 4) float32 from element `offset` on; zero where the predicate is false."""
+        return self._load_global(ref, offset, 4, count, predicate, ".nc", "f32")
 
     def _load_global(
         self,
@@ -239,33 +247,33 @@ class Warp:
         base = llvm.ptrtoint(_type("i64"), mgpu_utils.memref_ptr(ref))
         return arith.addi(base, (offset * size).ir)
 
-    def shared_load(self, address: Value, count: int, kind: str, block: Value | None = None) -> Words:
-        """`count` 32-bit values of this block's scratch, or of block `block` of the cluster."""
-        base, space = self._shared(block)
-        outs = ", ".join(f"${i}" for i in range(count))
-        suffix = "f32" if kind == "f32" else "b32"
-        ptx = f"ld.{space}.v{count}.{suffix} {{{outs}}}, [${count}];"
-        got = mgpu_utils.inline_ptx(
-            ptx, arith.addi(base, address.ir), result_types=[_type(kind)] * count, has_side_effects=True
-        )
+    def shared_load(self, address: Value, count: int, kind: str) -> Words:
+        """`count` (1, 2, 4) 32-bit values of this block's scratch."""
+        names = ", ".join(f"${i}" for i in range(count))
+        vector, names = (f".v{count}", f"{{{names}}}") if count > 1 else ("", names)
+        ptx = f"ld.shared{vector}.{'f32' if kind == 'f32' else 'b32'} {names}, [${count}];"
+        address_ir = arith.addi(self._shared_base(), address.ir)
+        got = mgpu_utils.inline_ptx(ptx, address_ir, result_types=[_type(kind)] * count, has_side_effects=True)
         return tuple(Value(v) for v in got)
 
-    def shared_store(self, address: Value, values: Sequence[Value], predicate: Value | None = None) -> None:
-        base, space = self._shared(None)
-        count = len(values)
+    def shared_store(
+        self, address: Value, values: Sequence[Value], predicate: Value | None = None, block: Value | None = None
+    ) -> None:
+        """Values to this block's scratch, or to that of block `block` of the cluster (which may differ by lane)."""
+        base, space = self._shared_base(), "shared"
+        if block is not None:
+            mapa = "mapa.shared::cluster.u32 $0, $1, $2;"
+            base = mgpu_utils.inline_ptx(mapa, base, block.ir, result_types=_type("i32"))
+            space = "shared::cluster"
         suffix = "f32" if values[0].is_float else "b32"
-        ptx = f"st.{space}.v{count}.{suffix} [$0], {{{', '.join(f'${i + 1}' for i in range(count))}}};"
+        names = ", ".join(f"${i + 1}" for i in range(len(values)))
+        vector, names = (f".v{len(values)}", f"{{{names}}}") if len(values) > 1 else ("", names)
+        ptx = f"st.{space}{vector}.{suffix} [$0], {names};"
         operands = [arith.addi(base, address.ir), *[v.ir for v in values]]
         mgpu_utils.inline_ptx(ptx, *operands, predicate=None if predicate is None else predicate.ir)
 
-    def _shared(self, block: Value | None) -> tuple[ir.Value, str]:
-        base = llvm.ptrtoint(_type("i32"), self._smem)
-        if block is None:
-            return base, "shared"
-        mapped = mgpu_utils.inline_ptx(
-            "mapa.shared::cluster.u32 $0, $1, $2;", base, block.ir, result_types=_type("i32")
-        )
-        return mapped, "shared::cluster"
+    def _shared_base(self) -> ir.Value:
+        return llvm.ptrtoint(_type("i32"), self._smem)
 
     # Control
     def loop(self, count: Value, carry: Sequence[Value], body: Callable[[Value, Words], Sequence[Value]]) -> Words:
@@ -291,8 +299,10 @@ class Warp:
     def block_barrier(self) -> None:
         gpu.barrier()
 
-    def cluster_barrier(self, release: bool = True) -> None:
-        """Waits for every warp of the cluster; without `release`, earlier writes need not be visible to them."""
-        order = "release" if release else "relaxed"
-        mgpu_utils.inline_ptx(f"barrier.cluster.arrive.{order}.aligned;")
+    def cluster_arrive(self, release: bool) -> None:
+        """Says that this warp came here; with `release`, what it wrote is visible to those that wait for it."""
+        mgpu_utils.inline_ptx(f"barrier.cluster.arrive.{'release' if release else 'relaxed'}.aligned;")
+
+    def cluster_wait(self) -> None:
+        """Waits until every warp of the cluster arrived."""
         mgpu_utils.inline_ptx("barrier.cluster.wait.acquire.aligned;")

@@ -1,0 +1,167 @@
+"""The decode attention op: everything between a layer's qkv projection and its output projection, in one call."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.paged_attention import decode_mosaic, decode_reference
+from pallas_kernels.paged_attention.api import choose, refusal, taken
+from pallas_kernels.paged_attention.plan import plan_for
+
+
+def decode_attention(
+    qkv: Float[Array, "batch qkv"],
+    k_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    page_table: Int32[Array, "batch pages"],
+    positions: Int32[Array, " batch"],
+    cos: Float32[Array, "batch half"] | None,
+    sin: Float32[Array, "batch half"] | None,
+    *,
+    num_q_heads: int,
+    scale: float,
+    interleaved: bool = False,
+    q_norm: Float32[Array, " head_dim"] | None = None,
+    k_norm: Float32[Array, " head_dim"] | None = None,
+    norm_eps: float = 1e-6,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    backend: Literal["mosaic", "reference"] | None = None,
+    explain: bool = False,
+):
+    """Norms and rotates the new token of each row, appends it to its page and attends over the row.
+
+    Same result as RMSNorm, RoPE, append and `paged_attention` one after the other, each rounded to the pools' dtype.
+
+    Args:
+      qkv: the projections of one token a row: `num_q_heads` query heads, then the key heads, then the value heads, in
+        the pools' dtype.
+      k_pages, v_pages: the pools. Donate them (or the cache they are in): they are then updated in place.
+      page_table: page ids of each row in order. Entries past a row's new token may be anything in range. No other row
+        may have the page that a row writes to.
+      positions: place of the new token in its row, below pages * page_size. -1 is an idle row: its output is zero, and
+        nothing is written.
+      cos, sin: of the new tokens' angles, for the first 2 * half dimensions of queries and keys; None for no rotation.
+      num_q_heads: query heads in `qkv`.
+      scale: multiplies q k.
+      interleaved: pairs are dimensions (2i, 2i + 1) and not (i, i + half).
+      q_norm, k_norm: RMSNorm weights of the query and key heads (before the rotation), both or neither.
+      norm_eps: added to the mean square.
+      window, softcap, sinks, backend, explain: as in `paged_attention`.
+
+    Returns:
+      (output [batch, num_q_heads * head_dim] in the pools' dtype, k_pages, v_pages).
+
+    Raises:
+      ValueError: shapes or dtypes that no backend takes, or that the forced one does not.
+    """
+    _validate_heads(qkv, k_pages, v_pages, num_q_heads)
+    _validate_rows(qkv, page_table, positions, cos, sin, k_pages.shape[3])
+    _validate_options(q_norm, k_norm, sinks, num_q_heads, k_pages.shape[3], window, softcap)
+    rotary_dim = 0 if cos is None else 2 * cos.shape[1]
+    reason = refusal(qkv, k_pages, tokens=1)
+    if reason is None and rotary_dim % 8:
+        reason = f"it rotates a multiple of 8 dimensions, not {rotary_dim}"
+    choices = choose("decode_attention", reason, backend)
+    if explain:
+        return choices
+    rope = None if cos is None or sin is None else (cos, sin)
+    norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+    arrays = (qkv, k_pages, v_pages, page_table, positions, rope, norms)
+    if taken(choices) == "reference":
+        return decode_reference.decode_attention(
+            *arrays,
+            sinks,
+            num_q_heads=num_q_heads,
+            scale=scale,
+            interleaved=interleaved,
+            norm_eps=norm_eps,
+            window=window,
+            softcap=softcap,
+        )
+    _, kv_heads, page_size, head_dim = k_pages.shape
+    attention = plan_for(
+        batch=qkv.shape[0],
+        tokens=1,
+        q_heads=num_q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        pages_per_row=page_table.shape[1],
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks is not None,
+    )
+    plan = decode_mosaic.DecodePlan(attention, rotary_dim, interleaved, None if norms is None else norm_eps)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    return decode_mosaic.decode_attention(*arrays, sinks, plan=plan)
+
+
+def _validate_heads(qkv: jax.Array, k_pages: jax.Array, v_pages: jax.Array, num_q_heads: int) -> None:
+    if k_pages.shape != v_pages.shape or k_pages.ndim != 4:
+        raise ValueError(
+            "decode_attention takes k_pages and v_pages of one shape [num_pages, kv_heads, page_size, head_dim], not "
+            f"{k_pages.shape} and {v_pages.shape}"
+        )
+    _, kv_heads, _, head_dim = k_pages.shape
+    if num_q_heads % kv_heads:
+        raise ValueError(f"{num_q_heads} query heads are not a multiple of the pages' {kv_heads} KV heads")
+    width = (num_q_heads + 2 * kv_heads) * head_dim
+    if qkv.ndim != 2 or qkv.shape[1] != width:
+        raise ValueError(
+            f"qkv has shape {qkv.shape}; {num_q_heads} query heads and 2 x {kv_heads} KV heads of {head_dim} need "
+            f"[batch, {width}]"
+        )
+    if not (qkv.dtype == k_pages.dtype == v_pages.dtype):
+        raise ValueError(
+            f"qkv is {qkv.dtype}, k_pages {k_pages.dtype}, v_pages {v_pages.dtype}; cast qkv to the pages' dtype"
+        )
+
+
+def _validate_rows(
+    qkv: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    head_dim: int,
+) -> None:
+    batch = qkv.shape[0]
+    if page_table.ndim != 2 or page_table.shape[0] != batch or page_table.dtype != jnp.int32:
+        raise ValueError(f"page_table is {page_table.dtype}{page_table.shape}; it needs int32[{batch}, pages]")
+    if positions.shape != (batch,) or positions.dtype != jnp.int32:
+        raise ValueError(f"positions is {positions.dtype}{positions.shape}; it needs int32[{batch}]")
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None or cos.shape != sin.shape:
+        raise ValueError("cos and sin go together and have one shape; give both or neither")
+    if cos.ndim != 2 or cos.shape[0] != batch or 2 * cos.shape[1] > head_dim:
+        raise ValueError(f"cos and sin have shape {cos.shape}; they need [{batch}, half], half up to {head_dim // 2}")
+    if not (cos.dtype == sin.dtype == jnp.float32):
+        raise ValueError(f"cos and sin are {cos.dtype} and {sin.dtype}; they need float32")
+
+
+def _validate_options(
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    sinks: jax.Array | None,
+    num_q_heads: int,
+    head_dim: int,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm go together; give both or neither")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None and (weight.dtype != jnp.float32 or weight.shape != (head_dim,)):
+            raise ValueError(f"{name} is {weight.dtype}{weight.shape}; it needs float32[{head_dim}]")
+    if sinks is not None and sinks.shape != (num_q_heads,):
+        raise ValueError(f"sinks has shape {sinks.shape}; it needs one logit for each of {num_q_heads} query heads")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it needs at least 1, or None for no window")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap is {softcap}; it needs a positive number, or None for no cap")

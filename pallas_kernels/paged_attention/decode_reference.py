@@ -1,0 +1,71 @@
+"""One decode step's attention in plain jnp: the CPU path, and what the kernel is checked against."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.paged_attention import reference
+
+
+def decode_attention(
+    qkv: Float[Array, "batch qkv"],
+    k_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    page_table: Int32[Array, "batch pages"],
+    positions: Int32[Array, " batch"],
+    rope: tuple[Float32[Array, "batch half"], Float32[Array, "batch half"]] | None,
+    norms: tuple[Float32[Array, " head_dim"], Float32[Array, " head_dim"]] | None,
+    sinks: Float[Array, " q_heads"] | None,
+    *,
+    num_q_heads: int,
+    scale: float,
+    interleaved: bool,
+    norm_eps: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[
+    Float[Array, "batch q_size"],
+    Float[Array, "num_pages kv_heads page_size head_dim"],
+    Float[Array, "num_pages kv_heads page_size head_dim"],
+]:
+    """Norm, RoPE, append, attention, each rounded to the pools' dtype."""
+    num_pages, kv_heads, page_size, head_dim = k_pages.shape
+    heads = qkv.reshape(qkv.shape[0], -1, head_dim)
+    q, k, v = jnp.split(heads, [num_q_heads, num_q_heads + kv_heads], axis=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], norm_eps), rms_norm(k, norms[1], norm_eps)
+    if rope is not None:
+        q, k = rotate(q, *rope, interleaved), rotate(k, *rope, interleaved)
+    slots = jnp.maximum(positions, 0)
+    pages = jnp.take_along_axis(page_table, slots[:, None] // page_size, axis=1, mode="clip")[:, 0]
+    pages = jnp.where(positions >= 0, pages, num_pages)  # past the end, which is dropped
+    k_pages = k_pages.at[pages, :, slots % page_size].set(k, mode="drop")
+    v_pages = v_pages.at[pages, :, slots % page_size].set(v, mode="drop")
+    out, _ = reference.paged_attention(
+        q[:, None], k_pages, v_pages, page_table, positions + 1, sinks, scale=scale, window=window, softcap=softcap
+    )
+    return out.reshape(qkv.shape[0], num_q_heads * head_dim), k_pages, v_pages
+
+
+def rms_norm(
+    x: Float[Array, "batch heads head_dim"], weight: Float32[Array, " head_dim"], eps: float
+) -> Float[Array, "batch heads head_dim"]:
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
+    return (wide * inverse * weight[None, None, :]).astype(x.dtype)
+
+
+def rotate(
+    x: Float[Array, "batch heads head_dim"],
+    cos: Float32[Array, "batch half"],
+    sin: Float32[Array, "batch half"],
+    interleaved: bool,
+) -> Float[Array, "batch heads head_dim"]:
+    """Rotates the first 2 * half dimensions: pairs (i, i + half), or (2i, 2i + 1) if `interleaved`."""
+    rotary_dim = 2 * cos.shape[1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    wide = x[..., :rotary_dim].astype(jnp.float32)
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
+    pair = [first * cos - second * sin, second * cos + first * sin]
+    turned = jnp.stack(pair, axis=-1) if interleaved else jnp.concatenate(pair, axis=-1)
+    return jnp.concatenate([turned.reshape(wide.shape).astype(x.dtype), x[..., rotary_dim:]], axis=-1)

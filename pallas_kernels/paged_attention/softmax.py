@@ -1,0 +1,171 @@
+"""One warp's online softmax over tiles of keys, in tensor-core fragments.
+
+Fragments. mma.m16n8k16 adds A[16, 16] B[16, 8]. Lane 4 g + q holds, as pairs (words) along k, A rows g and g + 8 and B
+column g, both at k = 2q, 2q+1 and 2q+8, 2q+9; of the sums, rows g and g + 8, columns 2q and 2q+1. Any order of k is
+right as long as A and B agree, and any order of rows is right if the result is read in the same order. The kernel
+picks orders that make every global read 16 consecutive bytes:
+
+    S[row, key] = Q K^T   A = query rows (heads x tokens), B = keys. k runs over head_dim so that lane q of key g
+                          reads 8 consecutive elements (two k-steps).
+    O[d, row] = V^T P^T   A = values, B = probabilities. The sums of S are B's fragment already. Lane g reads 8
+                          consecutive elements of keys 2q, 2q+1, 2q+8, 2q+9 and pairs them by key with byte permutes.
+
+Query rows sit in shared memory in fragment order. docs/kernels_attention.md has the diagram.
+"""
+
+import math
+from typing import Any
+
+import jax
+
+from pallas_kernels.paged_attention.plan import Plan
+from pallas_kernels.paged_attention.tiles import Tiles
+
+LOG2_E = math.log2(math.e)
+# The running maximum starts here and not at -inf, so that a row with no visible key yet never computes inf - inf.
+LOWEST = -1e30
+
+
+class Softmax:
+    """One warp's online softmax: per query row a maximum and a sum, per row and element a sum of weighted values.
+
+    Maximum and sum belong to row g (and g + 8) in the lanes of group g, the sum still spread over the four lanes.
+    Weighted values are fragments of O[d, row]: [half][m-tile] four floats. Logits are multiplied by log2(e), for exp2.
+    """
+
+    def __init__(self, w: Any, plan: Plan, length: Any, first_row: Any):
+        self.w, self.plan = w, plan
+        self.group, self.quad = w.lane // 4, w.lane % 4
+        self.last_key = []
+        for half in range(plan.halves):
+            token = (first_row + self.group + 8 * half) // plan.group
+            self.last_key.append(length - plan.tokens + token)
+
+    def initial(self) -> Any:
+        zero, lowest = self.w.const(0.0), self.w.const(LOWEST)
+        m_tiles = self.plan.head_dim // 16
+        return (
+            [lowest] * self.plan.halves,
+            [zero] * self.plan.halves,
+            [[(zero,) * 4] * m_tiles for _ in range(self.plan.halves)],
+        )
+
+    def over(self, tiles: Tiles, buffers: list[Any], state: Any) -> Any:
+        """The state after all of the warp's tiles, the first `depth` of which are in `buffers` already."""
+        w, plan = self.w, self.plan
+        pages = [tiles.page(w.const(plan.depth + j, "i32")) for j in range(plan.depth)]
+        carry, structure = jax.tree.flatten((state, buffers, pages))
+
+        def body(i: Any, carry: Any) -> Any:
+            state, buffers, pages = jax.tree.unflatten(structure, carry)
+            buffers, pages = list(buffers), list(pages)
+            for j in range(plan.depth):
+                here = i * plan.depth + j
+                if j == 0:
+                    state = self.update(state, buffers[j], tiles.first_key(here))
+                else:
+                    state = self.update_if(here < tiles.count, state, buffers[j], tiles.first_key(here))
+                ahead = here + plan.depth
+                buffers[j] = tiles.read(ahead, pages[j])
+                pages[j] = tiles.page(ahead + plan.depth)
+            return jax.tree.flatten((state, buffers, pages))[0]
+
+        carry = w.loop((tiles.count + (plan.depth - 1)) // plan.depth, carry, body)
+        return jax.tree.unflatten(structure, carry)[0]
+
+    def update_if(self, condition: Any, state: Any, buffer: Any, first_key: Any) -> Any:
+        flat, structure = jax.tree.flatten(state)
+        updated = self.w.when(condition, flat, lambda: jax.tree.flatten(self.update(state, buffer, first_key))[0])
+        return jax.tree.unflatten(structure, updated)
+
+    def update(self, state: Any, buffer: Any, first_key: Any) -> Any:
+        w, plan = self.w, self.plan
+        keys, values = buffer
+        maxima, sums, outs = (list(part) for part in state)
+        scores = self.scores(keys)
+        weights = []
+        for half in range(plan.halves):
+            logits = []
+            for n in range(2):
+                for column in range(2):
+                    key = first_key + self.quad * 2 + (8 * n + column)
+                    logit = self.logit(scores[n][2 * half + column])
+                    logits.append(w.select(self.visible(key, self.last_key[half]), logit, w.const(-math.inf)))
+            peak = w.maximum(w.maximum(logits[0], logits[1]), w.maximum(logits[2], logits[3]))
+            for mask in (1, 2):
+                peak = w.maximum(peak, w.shuffle_xor(peak, mask))
+            peak = w.maximum(peak, maxima[half])
+            p = [w.exp2(x - peak) for x in logits]
+            decay = w.exp2(maxima[half] - peak)
+            maxima[half] = peak
+            sums[half] = sums[half] * decay + ((p[0] + p[1]) + (p[2] + p[3]))
+            weights.append((w.pack_bf16(p[0], p[1]), w.pack_bf16(p[2], p[3])))
+            # Statistics live with row g, sums of O with rows 2q and 2q+1.
+            even, odd = w.shuffle(decay, self.quad * 8), w.shuffle(decay, self.quad * 8 + 4)
+            outs[half] = [(o[0] * even, o[1] * odd, o[2] * even, o[3] * odd) for o in outs[half]]
+        m_tile = 0
+        for chunk, (_, width) in enumerate(plan.value_chunks):
+            for word in range(width):
+                v = [values[key][chunk][word] for key in range(4)]
+                a = (
+                    w.low_halves(v[0], v[1]),
+                    w.high_halves(v[0], v[1]),
+                    w.low_halves(v[2], v[3]),
+                    w.high_halves(v[2], v[3]),
+                )
+                for half in range(plan.halves):
+                    outs[half][m_tile] = w.mma(outs[half][m_tile], a, weights[half])
+                m_tile += 1
+        return maxima, sums, outs
+
+    def scores(self, keys: Any) -> list[list[Any]]:
+        """S of 16 rows x 8 keys: [n-tile] four floats. Two sums per n-tile halve the chain of dependent mma."""
+        w = self.w
+        zero = w.const(0.0)
+        sums = [[(zero,) * 4, (zero,) * 4] for _ in keys]
+        step = 0
+        for chunk, (_, width) in enumerate(self.plan.key_chunks):
+            for word in range(0, width, 2):
+                query = w.shared_load(w.lane * 16 + step * 512, 4, "i32")
+                for n in range(len(keys)):
+                    b = keys[n][chunk][word : word + 2]
+                    sums[n][step % 2] = w.mma(sums[n][step % 2], query, b)
+                step += 1
+        return [[a + b for a, b in zip(even, odd, strict=True)] for even, odd in sums]
+
+    def logit(self, score: Any) -> Any:
+        w, plan = self.w, self.plan
+        if plan.softcap is None:
+            return score * (plan.scale * LOG2_E)
+        # tanh(x) = 1 - 2 / (exp(2x) + 1); tanh.approx is off by 5e-4 of the cap
+        growth = w.exp2(score * (2.0 * LOG2_E * plan.scale / plan.softcap))
+        return (1.0 - w.reciprocal(growth + 1.0) * 2.0) * (plan.softcap * LOG2_E)
+
+    def visible(self, key: Any, last_key: Any) -> Any:
+        visible = key <= last_key
+        if self.plan.window is not None:
+            visible = visible & (key > last_key - self.plan.window)
+        return visible
+
+    def store_partial(self, state: Any) -> None:
+        """Writes this warp's partial result to its place in shared memory."""
+        w, plan = self.w, self.plan
+        maxima, sums, outs = state
+        part = w.warp * plan.part_bytes + plan.parts_start
+        for half in range(plan.halves):
+            total = sums[half]
+            for mask in (1, 2):
+                total = total + w.shuffle_xor(total, mask)
+            w.shared_store(part + (self.group + 8 * half) * 8, [maxima[half], total], self.quad < 1)
+            m_tile = 0
+            for start, width in plan.value_chunks:
+                for column in range(2):
+                    query = self.quad * 2 + (column + 8 * half)
+                    d = self.group * (2 * width) + start
+                    address = part + (8 * plan.block_rows) + query * plan.row_stride + d * 4
+                    run = []
+                    for tile in outs[half][m_tile : m_tile + width]:
+                        run += [tile[column], tile[column + 2]]
+                    for at in range(0, len(run), 4):
+                        w.shared_store(address + 4 * at, run[at : at + 4])
+                m_tile += width

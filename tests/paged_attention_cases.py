@@ -1,0 +1,231 @@
+"""Cases for the paged attention ops, their float64 oracle, and the runs of the kernels' warp programs in NumPy."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels.paged_attention import decode_mosaic, mosaic
+from pallas_kernels.paged_attention.merge import Outputs
+from pallas_kernels.paged_attention.plan import Plan, plan_for
+from tests.simulated_warp import SimulatedWarp, run_cluster
+
+BF16 = ml_dtypes.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`lengths` counts stored tokens, the new ones included; for decode the last one is the new token."""
+
+    lengths: tuple[int, ...]
+    tokens: int = 1
+    q_heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    pages_per_row: int = 8
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    # Of the decode op alone
+    rotary_dim: int = 0
+    interleaved: bool = False
+    norm: bool = False
+    # Of the plan; None is what plan_for picks
+    splits: int | None = None
+    warps: int | None = None
+    depth: int | None = None
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def plan(self) -> Plan:
+        names = ("tokens", "q_heads", "kv_heads", "head_dim", "page_size", "pages_per_row", "scale", "window")
+        plan = plan_for(
+            batch=self.batch, softcap=self.softcap, sinks=self.sinks, **{name: getattr(self, name) for name in names}
+        )
+        schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth")}
+        return dataclasses.replace(plan, **{name: value for name, value in schedule.items() if value is not None})
+
+    def decode_plan(self) -> decode_mosaic.DecodePlan:
+        return decode_mosaic.DecodePlan(self.plan(), self.rotary_dim, self.interleaved, NORM_EPS if self.norm else None)
+
+
+NORM_EPS = 1e-5
+
+
+@dataclasses.dataclass
+class Arrays:
+    """Inputs of one case. Everything that must not be read is NaN: free pages, scratch, positions past the length."""
+
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    page_table: np.ndarray
+    lengths: np.ndarray
+    sinks: np.ndarray | None
+    q: np.ndarray
+    qkv: np.ndarray
+    rope: tuple[np.ndarray, np.ndarray] | None
+    norms: tuple[np.ndarray, np.ndarray] | None
+
+
+def make(case: Case, dtype: Any = BF16, seed: int = 0, stored: tuple[int, ...] | None = None) -> Arrays:
+    """Random arrays; `stored` is how many tokens the pools hold of each row, by default `lengths`."""
+    rng = np.random.default_rng(seed)
+    stored = case.lengths if stored is None else stored
+    num_pages = case.batch * case.pages_per_row + 3
+    shape = (num_pages, case.kv_heads, case.page_size, case.head_dim)
+    k_pages, v_pages = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    table = (rng.permutation(num_pages - 1) + 1)[: case.batch * case.pages_per_row].astype(np.int32)
+    table = table.reshape(case.batch, -1)
+    used = np.zeros((num_pages, case.page_size), bool)
+    for row, length in enumerate(stored):
+        for slot in range(case.pages_per_row):
+            used[table[row, slot], : max(0, length - slot * case.page_size)] = True
+    for pages in (k_pages, v_pages):
+        pages[:] = np.where(used[:, None, :, None], pages, np.array(np.nan, dtype))
+    for row, length in enumerate(case.lengths):  # what lies behind the last page is any page
+        table[row, -(-length // case.page_size) :] = rng.integers(0, num_pages)
+    heads = case.q_heads + 2 * case.kv_heads
+    half = case.rotary_dim // 2
+    angles = rng.uniform(-np.pi, np.pi, (case.batch, half))
+    norms = tuple((1 + 0.3 * rng.standard_normal(case.head_dim)).astype(np.float32) for _ in range(2))
+    return Arrays(
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=table,
+        lengths=np.array(case.lengths, np.int32),
+        sinks=rng.standard_normal(case.q_heads).astype(np.float32) if case.sinks else None,
+        q=(2 * rng.standard_normal((case.batch, case.tokens, case.q_heads, case.head_dim))).astype(dtype),
+        qkv=rng.standard_normal((case.batch, heads * case.head_dim)).astype(dtype),
+        rope=(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)) if half else None,
+        norms=(norms[0], norms[1]) if case.norm else None,
+    )
+
+
+def attention(case: Case, q: np.ndarray, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """float64 output and log-sum-exp, row by row, head by head."""
+    out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+    for row, length in enumerate(case.lengths):
+        pages = arrays.page_table[row, : -(-length // case.page_size)]
+        keys, values = (
+            pool[pages].transpose(1, 0, 2, 3).reshape(case.kv_heads, -1, case.head_dim)[:, :length].astype(np.float64)
+            for pool in (arrays.k_pages, arrays.v_pages)
+        )
+        for token in range(case.tokens):
+            last = length - case.tokens + token
+            first = 0 if case.window is None else max(0, last - case.window + 1)
+            for head in range(case.q_heads):
+                visible = slice(first, max(0, last + 1))
+                logits = keys[head // case.group, visible] @ q[row, token, head].astype(np.float64) * case.scale
+                if case.softcap is not None:
+                    logits = case.softcap * np.tanh(logits / case.softcap)
+                weights = np.exp(logits)
+                total = weights.sum() + (0 if arrays.sinks is None else np.exp(np.float64(arrays.sinks[head])))
+                if total > 0:
+                    out[row, token, head] = weights @ values[head // case.group, visible] / total
+                    lse[row, token, head] = np.log(total)
+    return out, lse
+
+
+def decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """float64 output of the decode op, and the pools after it."""
+    dtype = arrays.qkv.dtype
+    heads = arrays.qkv.reshape(case.batch, -1, case.head_dim)
+    q, k, v = np.split(heads, [case.q_heads, case.q_heads + case.kv_heads], axis=1)
+    if arrays.norms is not None:
+        q, k = (
+            (x / np.sqrt((x**2).mean(-1, keepdims=True) + NORM_EPS) * weight).astype(dtype)
+            for x, weight in ((q.astype(np.float64), arrays.norms[0]), (k.astype(np.float64), arrays.norms[1]))
+        )
+    if arrays.rope is not None:
+        q, k = _rotate(q, case, *arrays.rope), _rotate(k, case, *arrays.rope)
+    after = dataclasses.replace(arrays, k_pages=arrays.k_pages.copy(), v_pages=arrays.v_pages.copy())
+    for row, length in enumerate(case.lengths):
+        if length:
+            page, offset = after.page_table[row, (length - 1) // case.page_size], (length - 1) % case.page_size
+            after.k_pages[page, :, offset], after.v_pages[page, :, offset] = k[row], v[row]
+    out, _ = attention(case, q[:, None], after)
+    return out.reshape(case.batch, -1), after.k_pages, after.v_pages
+
+
+def _rotate(x: np.ndarray, case: Case, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Each pair as a complex number."""
+    half = case.rotary_dim // 2
+    pairs = np.arange(2 * half).reshape((half, 2) if case.interleaved else (2, half))
+    first, second = (pairs[:, 0], pairs[:, 1]) if case.interleaved else pairs
+    turned = (x[..., first].astype(np.float64) + 1j * x[..., second].astype(np.float64)) * (cos + 1j * sin)[:, None]
+    out = x.copy()
+    out[..., first], out[..., second] = turned.real.astype(x.dtype), turned.imag.astype(x.dtype)
+    return out
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
+
+
+def simulate(case: Case, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """Runs `mosaic.attend` in NumPy; returns output and log-sum-exp."""
+    plan = case.plan()
+    out, lse = np.full(arrays.q.shape, np.nan, BF16), np.full(arrays.q.shape[:3], np.nan, np.float32)
+    args = mosaic.Arguments(
+        *[_words(x) for x in (arrays.q, arrays.k_pages, arrays.v_pages)],
+        arrays.page_table.reshape(-1),
+        arrays.lengths,
+        outputs=Outputs(_words(out), lse.reshape(-1), arrays.sinks),
+    )
+    _run_grid(plan, plan.smem_bytes, lambda w, *indices: mosaic.attend(w, plan, args, *indices))
+    return out, lse
+
+
+def simulate_decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Runs `decode_mosaic.decode` in NumPy; returns output and the pools, which it wrote in copies."""
+    plan = case.decode_plan()
+    out = np.full((case.batch, case.q_heads * case.head_dim), np.nan, BF16)
+    k_pages, v_pages = arrays.k_pages.copy(), arrays.v_pages.copy()
+    cos, sin = (None, None) if arrays.rope is None else [x.reshape(-1) for x in arrays.rope]
+    q_norm, k_norm = arrays.norms or (None, None)
+    args = decode_mosaic.Arguments(
+        *[_words(x) for x in (arrays.qkv, k_pages, v_pages)],
+        arrays.page_table.reshape(-1),
+        arrays.lengths - 1,
+        cos=cos,
+        sin=sin,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        outputs=Outputs(_words(out), None, arrays.sinks),
+    )
+    _run_grid(plan.attention, plan.smem_bytes, lambda w, *indices: decode_mosaic.decode(w, plan, args, *indices))
+    return out, k_pages, v_pages
+
+
+def lower_for_cuda(function: Any, *arguments: Any) -> str:
+    """StableHLO for an H200, on a machine without one: Mosaic builds and verifies the kernel's MLIR on the way."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _words(x: np.ndarray) -> np.ndarray:
+    return x.reshape(-1).view(np.uint16)
+
+
+def _run_grid(plan: Plan, smem_bytes: int, program: Any) -> None:
+    for row, kv_head, row_block in np.ndindex(plan.batch, plan.kv_heads, plan.row_blocks):
+
+        def warp(w: SimulatedWarp, split: int, place: tuple[int, int, int] = (row, kv_head, row_block)) -> None:
+            program(w, *[w.const(i, "i32") for i in (*place, split)])
+
+        run_cluster(plan.splits, plan.warps, smem_bytes, warp)

@@ -1,0 +1,198 @@
+"""The decode attention op: the reference and the kernel's warp program against float64, what is written, GPU runs."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import decode_attention, decode_mosaic, paged_attention
+from tests import paged_attention_cases as cases
+from tests.paged_attention_cases import Case
+
+# Lengths count the new token; 0 is an idle row. 17 writes the first token of a page, 16 the last.
+CASES = [
+    Case((0, 1, 16, 17, 100), rotary_dim=64),
+    Case((1, 0, 127), head_dim=128, kv_heads=1, rotary_dim=128, norm=True, splits=2, warps=4),
+    Case((128,), head_dim=128, kv_heads=1, splits=4, warps=4, depth=1),
+    Case((33, 2), head_dim=80, q_heads=6, page_size=32, rotary_dim=32, interleaved=True, warps=4),
+    Case((65,), head_dim=96, q_heads=16, kv_heads=1, page_size=64, pages_per_row=2, rotary_dim=72, warps=8, depth=1),
+    Case((77,), head_dim=256, q_heads=2, kv_heads=1, rotary_dim=256, norm=True, depth=1, splits=2, warps=4),
+    Case((40,), head_dim=16, q_heads=20, kv_heads=1, rotary_dim=16, norm=True, interleaved=True, warps=4),
+    Case((100, 21, 20), window=20, q_heads=2, kv_heads=1, rotary_dim=64, splits=2, warps=4),
+    Case((100, 3), window=1, q_heads=2, kv_heads=1, warps=4),
+    Case((0, 50), softcap=20.0, sinks=True, q_heads=2, kv_heads=1, rotary_dim=64, splits=2, warps=4),
+]
+
+
+def make(case: Case, dtype=cases.BF16) -> cases.Arrays:
+    return cases.make(case, dtype, stored=tuple(max(0, length - 1) for length in case.lengths))
+
+
+def call(case: Case, arrays: cases.Arrays, backend=None) -> list[np.ndarray]:
+    def run(inputs, rope, norms, sinks):
+        return decode_attention(
+            *inputs,
+            *(rope or (None, None)),
+            num_q_heads=case.q_heads,
+            scale=case.scale,
+            interleaved=case.interleaved,
+            q_norm=norms and norms[0],
+            k_norm=norms and norms[1],
+            norm_eps=cases.NORM_EPS,
+            window=case.window,
+            softcap=case.softcap,
+            sinks=sinks,
+            backend=backend,
+        )
+
+    inputs = (arrays.qkv, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths - 1)
+    return [np.asarray(x) for x in jax.jit(run)(inputs, arrays.rope, arrays.norms, arrays.sinks)]
+
+
+def check_pools(case: Case, arrays: cases.Arrays, k_pages: np.ndarray, v_pages: np.ndarray) -> None:
+    """New rows hold what they should, every other bit of the pools is as it was."""
+    _, want_k, want_v = cases.decode(case, arrays)
+    written = np.zeros(arrays.k_pages.shape[:3], bool)
+    for row, length in enumerate(case.lengths):
+        if length:
+            page = arrays.page_table[row, (length - 1) // case.page_size]
+            written[page, :, (length - 1) % case.page_size] = True
+    for got, before in ((k_pages, arrays.k_pages), (v_pages, arrays.v_pages)):
+        np.testing.assert_array_equal(bits(got)[~written], bits(before)[~written])
+    np.testing.assert_array_equal(bits(v_pages)[written], bits(want_v)[written])
+    # A rounding of the last bit may fall the other way than from float64.
+    got, want = k_pages[written].astype(np.float32), want_k[written].astype(np.float32)
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
+    assert (got != want).mean() < 0.02
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reference_in_float32_equals_float64(case):
+    arrays = make(case, np.float32)
+    out, k_pages, v_pages = call(case, arrays, "reference")
+    want, want_k, want_v = cases.decode(case, arrays)
+    np.testing.assert_allclose(out, want, rtol=5e-5, atol=5e-6)
+    assert (out[arrays.lengths == 0] == 0).all()
+    np.testing.assert_allclose(k_pages, want_k, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(v_pages, want_v)
+
+
+@pytest.mark.parametrize("case", CASES[:3])
+def test_reference_writes_the_new_rows_only(case):
+    arrays = make(case)
+    out, k_pages, v_pages = call(case, arrays, "reference")
+    assert cases.relative_error(out, cases.decode(case, arrays)[0]) < 5e-3
+    check_pools(case, arrays, k_pages, v_pages)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_warp_program_equals_float64(case):
+    arrays = make(case)
+    out, k_pages, v_pages = cases.simulate_decode(case, arrays)
+    assert cases.relative_error(out, cases.decode(case, arrays)[0]) < 5e-3
+    assert (out[arrays.lengths == 0] == 0).all()
+    check_pools(case, arrays, k_pages, v_pages)
+
+
+def test_equals_the_ops_one_after_the_other():
+    """RMSNorm, RoPE and append as written here, then paged_attention: the same bits."""
+    case = Case((1, 16, 17, 100), rotary_dim=64, norm=True)
+    arrays = make(case)
+    assert arrays.rope is not None and arrays.norms is not None
+    slots = arrays.lengths - 1
+    pages = np.take_along_axis(arrays.page_table, slots[:, None] // case.page_size, 1)[:, 0]
+
+    def turned(x, weight):
+        cos, sin = [jnp.asarray(x)[:, None, :] for x in arrays.rope]
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + jnp.float32(cases.NORM_EPS)) * weight[None, None, :]
+        a, b = jnp.split(x.astype(jnp.bfloat16).astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(jnp.bfloat16)
+
+    @jax.jit
+    def ops(qkv, k_pages, v_pages):
+        heads = qkv.reshape(case.batch, -1, case.head_dim)
+        q, k, v = jnp.split(heads, [case.q_heads, case.q_heads + case.kv_heads], axis=1)
+        q, k = turned(q, jnp.asarray(arrays.norms[0])), turned(k, jnp.asarray(arrays.norms[1]))
+        k_pages = k_pages.at[pages, :, slots % case.page_size].set(k)
+        v_pages = v_pages.at[pages, :, slots % case.page_size].set(v)
+        table, lengths = jnp.asarray(arrays.page_table), jnp.asarray(arrays.lengths)
+        out = paged_attention(q[:, None], k_pages, v_pages, table, lengths, scale=case.scale, backend="reference")
+        return out.reshape(case.batch, -1), k_pages, v_pages
+
+    want = ops(arrays.qkv, arrays.k_pages, arrays.v_pages)
+    for got, expected in zip(call(case, arrays, "reference"), want, strict=True):
+        np.testing.assert_array_equal(bits(got), bits(np.asarray(expected)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lowers_for_cuda_in_place(case):
+    plan, arrays = case.decode_plan(), make(case)
+
+    def layers(qkv, k_pages, v_pages, page_table, positions, rope, norms, sinks):
+        return decode_mosaic.decode_attention(
+            qkv, k_pages, v_pages, page_table, positions, rope, norms, sinks, plan=plan
+        )
+
+    inputs = (arrays.qkv, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths)
+    text = cases.lower_for_cuda(layers, *inputs, arrays.rope, arrays.norms, arrays.sinks)
+    assert text.count("@mosaic_gpu_v2") == 1
+    aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", text)
+    assert aliases == [("1", "1"), ("2", "2")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv": jnp.zeros((2, 700), jnp.bfloat16)}, r"qkv has shape \(2, 700\).*need \[batch, 768\]"),
+        ({"qkv": jnp.zeros((2, 768), jnp.float32)}, "cast qkv to the pages' dtype"),
+        ({"num_q_heads": 7}, "7 query heads are not a multiple of the pages' 2 KV heads"),
+        ({"v_pages": jnp.zeros((4, 2, 16, 32), jnp.bfloat16)}, "k_pages and v_pages of one shape"),
+        ({"page_table": jnp.zeros((3, 2), jnp.int32)}, r"page_table is int32\(3, 2\); it needs int32\[2, pages\]"),
+        ({"positions": jnp.zeros((2, 1), jnp.int32)}, r"positions is int32\(2, 1\); it needs int32\[2\]"),
+        ({"sin": None}, "cos and sin go together"),
+        ({"cos": jnp.zeros((2, 33)), "sin": jnp.zeros((2, 33))}, "half up to 32"),
+        ({"q_norm": jnp.ones(64)}, "q_norm and k_norm go together"),
+        ({"q_norm": jnp.ones(32), "k_norm": jnp.ones(64)}, r"q_norm is float32\(32,\); it needs float32\[64\]"),
+        ({"sinks": jnp.zeros(2)}, "one logit for each of 8 query heads"),
+        ({"window": 0}, "window is 0; it needs at least 1"),
+        ({"softcap": -1.0}, "softcap is -1.0; it needs a positive number"),
+        ({"backend": "mosaic"}, "decode_attention cannot run on mosaic: this process has no GPU"),
+    ],
+)
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")
+def test_errors_say_what_is_wrong(change, message):
+    arguments = {
+        "qkv": jnp.zeros((2, 768), jnp.bfloat16),
+        "k_pages": jnp.zeros((4, 2, 16, 64), jnp.bfloat16),
+        "v_pages": jnp.zeros((4, 2, 16, 64), jnp.bfloat16),
+        "page_table": jnp.zeros((2, 2), jnp.int32),
+        "positions": jnp.zeros(2, jnp.int32),
+        "cos": jnp.zeros((2, 32)),
+        "sin": jnp.zeros((2, 32)),
+    }
+    with pytest.raises(ValueError, match=message):
+        # Unwrapped: the shape checks of the test settings would speak first.
+        inspect.unwrap(decode_attention)(**(arguments | {"num_q_heads": 8, "scale": 0.125} | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_gpu(case):
+    """Against float64; what is not to be written keeps its bits; the same bits on every run."""
+    arrays = make(case)
+    runs = [call(case, arrays, "mosaic") for _ in range(3)]
+    out, k_pages, v_pages = runs[0]
+    assert cases.relative_error(out, cases.decode(case, arrays)[0]) < 5e-3
+    assert (out[arrays.lengths == 0] == 0).all()
+    check_pools(case, arrays, k_pages, v_pages)
+    for run in runs[1:]:
+        for again, first in zip(run, runs[0], strict=True):
+            np.testing.assert_array_equal(bits(again), bits(first))

@@ -1,0 +1,177 @@
+"""The paged attention op: the reference and the kernel's warp program against float64, lowering, errors, GPU runs."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import Choice, mosaic, paged_attention, plan, reference
+from tests import paged_attention_cases as cases
+from tests.paged_attention_cases import Case
+
+# Lengths: empty, one token, a page boundary, one more, many pages.
+CASES = [
+    Case((0, 1, 16, 17, 100)),
+    Case((1, 0, 128), head_dim=128, kv_heads=1, splits=2, warps=4),
+    Case((33, 128), head_dim=80, q_heads=6, page_size=32, splits=4, warps=4, depth=1),
+    Case((65,), head_dim=96, q_heads=16, kv_heads=1, page_size=64, pages_per_row=2, warps=8, depth=1),
+    Case((77,), head_dim=256, q_heads=2, kv_heads=1, depth=1, splits=2, warps=4),
+    Case((5, 0, 40), tokens=5, q_heads=4, kv_heads=1, warps=4),  # 20 query rows: two row blocks
+    Case((16, 100), tokens=16, q_heads=2, kv_heads=1, head_dim=16, splits=2, warps=4),
+    Case((100, 17), window=20, splits=2, warps=4),
+    Case((100, 3), window=1, q_heads=2, kv_heads=1, warps=4),
+    Case((100,), tokens=3, window=40, sinks=True, q_heads=2, kv_heads=1, warps=4),
+    Case((0, 50), softcap=20.0, sinks=True, q_heads=2, kv_heads=1, splits=2, warps=4),
+]
+
+
+def reference_of(case: Case, arrays: cases.Arrays):
+    options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
+    run = jax.jit(functools.partial(reference.paged_attention, **options))
+    return run(arrays.q, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths, arrays.sinks)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reference_in_float32_equals_float64(case):
+    arrays = cases.make(case, np.float32)
+    out, lse = reference_of(case, arrays)
+    want, want_lse = cases.attention(case, arrays.q, arrays)
+    np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_reference_in_bfloat16():
+    case = CASES[0]
+    arrays = cases.make(case)
+    want, _ = cases.attention(case, arrays.q, arrays)
+    assert cases.relative_error(np.asarray(reference_of(case, arrays)[0]), want) < 5e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_warp_program_equals_float64(case):
+    arrays = cases.make(case)
+    out, lse = cases.simulate(case, arrays)
+    want, want_lse = cases.attention(case, arrays.q, arrays)
+    assert cases.relative_error(out, want) < 5e-3
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lowers_for_cuda(case):
+    arrays = cases.make(case)
+
+    def run(q, k_pages, v_pages, page_table, lengths, sinks):
+        return mosaic.paged_attention(
+            q, k_pages, v_pages, page_table, lengths, sinks, plan=case.plan(), return_lse=True
+        )
+
+    inputs = (arrays.q, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths, arrays.sinks)
+    assert cases.lower_for_cuda(run, *inputs).count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "pages_per_row", "blocks", "warps"),
+    [
+        (1, 8, 8, 8, 8),  # 128 tokens: a tile for each warp of one block, no cluster
+        (1, 8, 128, 64, 8),  # 2048 tokens: clusters of 8, the fastest that was measured
+        (1, 3, 2048, 24, 8),
+        (16, 8, 64, 128, 8),  # one block for each multiprocessor
+        (32, 8, 64, 512, 4),
+        (64, 8, 256, 512, 4),
+    ],
+)
+def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):
+    got = plan.plan_for(
+        batch=batch,
+        tokens=1,
+        q_heads=4 * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        page_size=16,
+        pages_per_row=pages_per_row,
+        scale=1.0,
+    )
+    assert (batch * kv_heads * got.splits, got.warps) == (blocks, warps)
+
+
+def arguments_of(**change):
+    arguments = {
+        "q": jnp.zeros((2, 1, 4, 64), jnp.bfloat16),
+        "k_pages": jnp.zeros((4, 2, 16, 64), jnp.bfloat16),
+        "v_pages": jnp.zeros((4, 2, 16, 64), jnp.bfloat16),
+        "page_table": jnp.zeros((2, 2), jnp.int32),
+        "lengths": jnp.zeros(2, jnp.int32),
+        "scale": 0.125,
+    }
+    return arguments | change
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.zeros((2, 4, 64), jnp.bfloat16)}, r"takes q \[batch, tokens, q_heads, head_dim\]"),
+        ({"q": jnp.zeros((2, 1, 3, 64), jnp.bfloat16)}, "q has 3 heads, which is not a multiple of the pages' 2"),
+        ({"q": jnp.zeros((2, 1, 4, 32), jnp.bfloat16)}, "q has head_dim 32 and the pages 64"),
+        ({"q": jnp.zeros((2, 1, 4, 64), jnp.float32)}, "cast q to the pages' dtype"),
+        ({"q": jnp.zeros((2, 33, 4, 64), jnp.bfloat16)}, "33 query tokens do not fit in 2 pages of 16"),
+        ({"v_pages": jnp.zeros((3, 2, 16, 64), jnp.bfloat16)}, "they need one shape"),
+        ({"page_table": jnp.zeros((3, 2), jnp.int32)}, r"it needs int32\[2, pages\]"),
+        ({"lengths": jnp.zeros(3, jnp.int32)}, r"it needs int32\[2\]"),
+        ({"sinks": jnp.zeros(2)}, "one logit for each of 4 query heads"),
+        ({"window": 0}, "window is 0; it needs at least 1"),
+        ({"softcap": 0.0}, "softcap is 0.0; it needs a positive number"),
+        ({"backend": "triton"}, "no backend 'triton'; it has mosaic, reference"),
+        ({"backend": "mosaic"}, "cannot run on mosaic: this process has no GPU"),
+    ],
+)
+def test_errors_say_what_is_wrong(change, message):
+    with pytest.raises(ValueError, match=message):
+        # Unwrapped: the shape checks of the test settings would speak first.
+        inspect.unwrap(paged_attention)(**arguments_of(**change))
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")
+def test_explain_gives_each_backend_its_reason(monkeypatch):
+    assert paged_attention(**arguments_of(), explain=True) == [
+        Choice("mosaic", False, "this process has no GPU"),
+        Choice("reference", True, "the first that supports this call"),
+    ]
+    monkeypatch.setenv("JAXINFER_KERNELS", "reference")
+    assert paged_attention(**arguments_of(), explain=True) == [
+        Choice("mosaic", False, "reference was asked for"),
+        Choice("reference", True, "asked for"),
+    ]
+    monkeypatch.setenv("JAXINFER_KERNELS", "mosaic")
+    with pytest.raises(ValueError, match="this process has no GPU"):
+        paged_attention(**arguments_of())
+    pages = jnp.zeros((4, 2, 8, 24), jnp.bfloat16)
+    refused = arguments_of(q=jnp.zeros((2, 1, 4, 24), jnp.bfloat16), k_pages=pages, v_pages=pages)
+    with pytest.raises(ValueError, match="a head_dim that is a multiple of 16 and at most 256, not 24"):
+        paged_attention(**refused)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_gpu(case):
+    """Against float64, and the same bits on every run."""
+    arrays = cases.make(case)
+    inputs = [arrays.q, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths]
+    options = {"scale": case.scale, "window": case.window, "softcap": case.softcap, "return_lse": True}
+    sinks = None if arrays.sinks is None else jnp.asarray(arrays.sinks)
+    runs = [
+        [
+            np.asarray(x)
+            for x in paged_attention(*[jnp.asarray(x) for x in inputs], sinks=sinks, backend="mosaic", **options)
+        ]
+        for _ in range(3)
+    ]
+    want, want_lse = cases.attention(case, arrays.q, arrays)
+    assert cases.relative_error(runs[0][0], want) < 5e-3
+    np.testing.assert_allclose(runs[0][1], want_lse, rtol=1e-3, atol=1e-3)
+    for out, lse in runs[1:]:
+        np.testing.assert_array_equal(out.view(np.uint16), runs[0][0].view(np.uint16))
+        np.testing.assert_array_equal(lse.view(np.uint32), runs[0][1].view(np.uint32))
