@@ -13,8 +13,8 @@ from jaxinfer.loop import DecodedChunk, DecodeState, decode_chunk, first_token
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta
 from jaxinfer.request import Request
-from jaxinfer.sampling_state import build_sampling_state
 from jaxinfer.sampling_logprobs import Logprob, TokenLogprobs, logprob_tables
+from jaxinfer.sampling_state import build_sampling_state
 
 PAGE_SIZE = 16
 MIN_PREFILL = 64
@@ -121,7 +121,6 @@ class Batch:
             done=jnp.asarray(np.arange(self.size) >= len(requests)),
             sampling=sampling,
         )
-        self.prompt_tables: dict[int, list[dict[int, Logprob] | None]] = {}
 
     def run(self) -> Iterator[Delta]:
         """Generates everything, yielding news of each request as soon as the host has it."""
@@ -129,15 +128,13 @@ class Batch:
         self.state, first = first_token(logits, self.state, variant=self.variant)
         waiting = collections.deque([first])
         dispatched = 1
-        longest = max(request.max_tokens for request in self.requests)
-        while waiting:
+        while running := [request for request in self.requests if not request.finished]:
             # One chunk runs while the one before it is read.
+            longest = max(request.max_tokens for request in running)
             while len(waiting) < 2 and dispatched < longest:
                 waiting.append(self._dispatch(dispatched))
                 dispatched += self.limits.decode_chunk
             yield from self._read(waiting.popleft())
-            if all(request.finished for request in self.requests):
-                return
 
     def _table(self, num_tokens: int) -> jax.Array:
         """The page table, as wide as rows of up to `num_tokens` tokens need."""
@@ -241,8 +238,7 @@ class Batch:
                 continue
             targets = request.prompt[start + 1 : start + 1 + group.chunk]
             own = jax.tree.map(lambda leaf, place=place: leaf[place], scores)
-            tables = self.prompt_tables.setdefault(row, [None])
-            tables.extend(logprob_tables(targets, own, request.params.prompt_logprobs))
+            request.prompt_tables += logprob_tables(targets, own, request.params.prompt_logprobs)
 
 
 @jax.jit

@@ -1,7 +1,10 @@
 """The functional front door: `generate` and `stream` for prompts, `logits` for teacher-forced scores."""
 
+import numbers
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import pathlib
+import sys
+from collections.abc import Generator, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,17 +36,13 @@ def generate(
     and parameter is checked before anything runs: ValueError names the first that is wrong and the remedy.
     """
     requests = _requests(model, prompts, params)
-    tables: dict[int, tuple] = {}
-    unit = "request"
-    with tqdm(total=len(requests), unit=unit, desc="Generating", disable=not progress, leave=False) as bar:
+    groups = _groups(model, requests, max_batch_size)
+    with tqdm(total=len(requests), unit="request", desc="Generating", disable=not progress, leave=False) as bar:
         num_tokens = 0
-        for batch in _batches(model, requests, max_batch_size):
-            for delta in batch.run():
-                num_tokens += len(delta.token_ids)
-                bar.update(delta.finish_reason is not None)
-                bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
-            for row, entries in batch.prompt_tables.items():
-                tables[batch.requests[row].prompt_index] = tuple(entries)
+        for delta in _run(model, groups):
+            num_tokens += len(delta.token_ids)
+            bar.update(delta.finish_reason is not None)
+            bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
     by_prompt: dict[int, list[Request]] = {}
     for request in requests:
         by_prompt.setdefault(request.prompt_index, []).append(request)
@@ -51,9 +50,9 @@ def generate(
         RequestOutput(
             prompt_token_ids=samples[0].prompt,
             completions=tuple(sample.completion() for sample in samples),
-            prompt_logprobs=tables.get(index),
+            prompt_logprobs=samples[0].prompt_logprobs(),
         )
-        for index, samples in sorted(by_prompt.items())
+        for _, samples in sorted(by_prompt.items())
     ]
 
 
@@ -63,18 +62,12 @@ def stream(
     params: SamplingParams | Iterable[SamplingParams] | None = None,
     *,
     max_batch_size: int = 64,
-) -> Iterator[Delta]:
+) -> Generator[Delta, None, None]:
     """As `generate`, but yields a `Delta` whenever a completion has new tokens. Closing the iterator stops the work.
 
     Arguments are checked when this is called, not when the first delta is asked for.
     """
-    requests = _requests(model, prompts, params)
-
-    def deltas() -> Iterator[Delta]:
-        for batch in _batches(model, requests, max_batch_size):
-            yield from batch.run()
-
-    return deltas()
+    return _run(model, _groups(model, _requests(model, prompts, params), max_batch_size))
 
 
 def logits(
@@ -107,7 +100,7 @@ def _requests(
     model: Model, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
 ) -> list[Request]:
     """One request for each completion, all arguments checked."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
         listed: list[Prompt] = [prompts]  # pyright: ignore[reportAssignmentType]  # a single prompt, by the test above
     else:
         listed = list(prompts)  # pyright: ignore[reportArgumentType,reportAssignmentType]
@@ -120,8 +113,8 @@ def _requests(
     return requests
 
 
-def _batches(model: Model, requests: Sequence[Request], max_batch_size: int) -> Iterator[Batch]:
-    """Cuts requests into batches whose caches fit. Checks all of them before the first runs."""
+def _groups(model: Model, requests: Sequence[Request], max_batch_size: int) -> list[list[Request]]:
+    """Cuts requests into batches whose caches fit. Raises ValueError for a request that does not fit alone."""
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size={max_batch_size}; at least one request has to run at a time")
     budget = _free_bytes()
@@ -135,14 +128,24 @@ def _batches(model: Model, requests: Sequence[Request], max_batch_size: int) -> 
         if cost([request]) > budget:
             raise ValueError(
                 f"prompt {request.prompt_index} with max_tokens={request.max_tokens} needs "
-                f"{cost([request]) / 1e9:.2f} GB of KV cache and {budget / 1e9:.2f} GB are free; lower max_tokens or shorten the prompt"
+                f"{_gigabytes(cost([request]))} GB of KV cache and {_gigabytes(budget)} GB are free; "
+                "lower max_tokens or shorten the prompt"
             )
         if groups and len(groups[-1]) < max_batch_size and cost([*groups[-1], request]) <= budget:
             groups[-1].append(request)
         else:
             groups.append([request])
+    return groups
+
+
+def _run(model: Model, groups: Sequence[Sequence[Request]]) -> Generator[Delta, None, None]:
+    """Runs batch after batch. No name holds a batch: its cache is gone before the next one's is allocated."""
     for group in groups:
-        yield Batch(model, group, Limits.default())
+        yield from Batch(model, group, Limits.default()).run()
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g}"
 
 
 def _free_bytes() -> int:
@@ -150,4 +153,15 @@ def _free_bytes() -> int:
     stats = jax.local_devices()[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return int(0.9 * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return _free_host_bytes() // 2
+
+
+def _free_host_bytes() -> int:
+    """Memory that the operating system can still give; where it does not tell, all of it."""
+    meminfo = pathlib.Path("/proc/meminfo")
+    if meminfo.exists():  # MemAvailable counts cached files, which give way; sysconf's free pages do not
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    if hasattr(os, "sysconf"):  # macOS
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return sys.maxsize

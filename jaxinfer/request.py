@@ -1,7 +1,10 @@
 """One row of a batch on the host: its prompt, its limits, and what it has said so far."""
 
 import dataclasses
+import numbers
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from jaxinfer.model import Model
 from jaxinfer.outputs import Completion, Delta, FinishReason
@@ -9,7 +12,8 @@ from jaxinfer.sampling_logprobs import Logprob
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenization import TextStream
 
-type Prompt = str | Sequence[int]
+type Prompt = str | Sequence[int] | np.ndarray
+"""Text, or token ids: a sequence of integers or a NumPy array [tokens]."""
 
 
 def encode_prompt(model: Model, prompt: Prompt, index: int) -> tuple[int, ...]:
@@ -27,14 +31,14 @@ def encode_prompt(model: Model, prompt: Prompt, index: int) -> tuple[int, ...]:
             raise ValueError(f"{where} is an empty list of token ids; give at least one")
     known = model.config.num_tokens
     for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
+        if not isinstance(token, numbers.Integral) or isinstance(token, bool):
             raise ValueError(f"{where} holds {token!r}; a prompt is a string or a list of int token ids")
         if not 0 <= token < known:
             raise ValueError(f"{where} holds token id {token}; this model's ids are 0 to {known - 1}")
     longest = model.config.max_position_embeddings
     if len(ids) > longest:
         raise ValueError(f"{where} has {len(ids)} tokens, but the context of {model.name} is {longest}; shorten it")
-    return tuple(ids)
+    return tuple(int(token) for token in ids)
 
 
 @dataclasses.dataclass
@@ -52,6 +56,8 @@ class Request:
     stream: TextStream | None
     token_ids: list[int] = dataclasses.field(default_factory=list)
     tables: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    prompt_tables: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    """Tables of the prompt's tokens from the second on, if they were asked for."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -137,6 +143,10 @@ class Request:
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
+        """None and then a table for each further prompt token, if they were asked for."""
+        return None if self.params.prompt_logprobs is None else (None, *self.prompt_tables)
 
     def completion(self) -> Completion:
         """The finished completion."""
