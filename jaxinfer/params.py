@@ -1,6 +1,7 @@
 """From canonical checkpoint tensors to `Params`: which tensors a config asks for, how they are joined, random ones."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 
 import jax
@@ -115,26 +116,34 @@ def assemble(
     """Reads every tensor of `config` and puts it on the default device, joining q, k, v and gate, up.
 
     One array at a time is built on the host, in its final dtype, and handed over before the next is read: host memory
-    never holds more than one tensor beyond what the device (or, on a CPU, the model) holds. `on_progress` is told the
-    bytes of each finished array.
+    never holds more than one array beyond what the device holds, and nothing beyond the model itself on a CPU, which
+    takes the array over. `on_progress` is told the bytes of each finished array.
     """
-    cpu = jax.default_backend() == "cpu"
 
     def make(spec: ParamSpec) -> jax.Array:
-        host = np.empty(spec.shape, np.float32 if spec.is_norm else dtype)
+        host = _aligned_empty(spec.shape, np.dtype(np.float32 if spec.is_norm else dtype))
         start = 0
         for name, rows in zip(spec.sources, spec.rows, strict=True):
             read_into(name, host[start : start + rows])
             start += rows
         if spec.is_norm and config.norm_offset:
             host += np.float32(config.norm_offset)
-        array = jnp.asarray(host) if cpu else jax.device_put(host)
+        array = jax.device_put(host)
         array.block_until_ready()
         if on_progress is not None:
             on_progress(host.nbytes)
         return array
 
     return _build(config, make)
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """`np.empty` at an address that a CPU device needs: `device_put` copies an array that lies elsewhere."""
+    alignment = 64
+    num_bytes = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(num_bytes + alignment, np.uint8)
+    start = -buffer.ctypes.data % alignment
+    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int) -> Params:
