@@ -5,6 +5,7 @@ token writes to the scratch page and is masked in attention; a padded row gives 
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def prefill_scored(
 ) -> tuple[Float[Array, "batch vocab"], TokenLogprobs, PagedKVCache]:
     """`prefill` that also scores `targets[b, t]` as the successor of `tokens[b, t]`.
 
-    The head runs over 64 positions at a time: logits of all positions never exist at once.
+    The head runs over up to 64 positions at a time: logits of all positions never exist at once.
     """
     positions = prefill_positions(lengths, starts, tokens.shape[1])
     hidden, cache = _forward(
@@ -82,7 +83,8 @@ def prefill_scored(
         block_logits = decoder.logits(params, block_hidden, config)
         return token_logprobs(block_logits, block_targets, num_logprobs, config.num_tokens)
 
-    rows, width = hidden.shape[0] * hidden.shape[1], min(64, hidden.shape[0] * hidden.shape[1])
+    rows = hidden.shape[0] * hidden.shape[1]
+    width = math.gcd(rows, 64)
     blocks = (hidden.reshape(rows // width, width, -1), targets.reshape(rows // width, width))
     scores = jax.lax.map(score, blocks)
     scores = jax.tree.map(lambda leaf: leaf.reshape(*tokens.shape, *leaf.shape[2:]), scores)
