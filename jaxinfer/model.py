@@ -74,7 +74,7 @@ def load(
     """
     enable_persistent_cache()
     weights_dtype = weights_dtype_for(dtype)
-    path = _resolve(path_or_name)
+    path = _resolve(path_or_name, progress)
     name = os.fspath(path_or_name)
     if path.is_dir():
         config, tokenizer = _read_folder(path)
@@ -91,12 +91,12 @@ def load(
     return Model(config, params, tokenizer, weights_dtype, name)
 
 
-def inspect(path_or_name: str | os.PathLike[str]) -> Description:
+def inspect(path_or_name: str | os.PathLike[str], *, progress: bool = True) -> Description:
     """Reads all of a checkpoint that `load` would, except the weights. Same names, same errors.
 
     A folder with a config.json and no weights will do; it has no tensors.
     """
-    path = _resolve(path_or_name)
+    path = _resolve(path_or_name, progress)
     if not path.is_dir():
         with contextlib.closing(GGUFFile(path)) as checkpoint:
             return Description(path, *_read_gguf(checkpoint), dict(checkpoint.tensors))
@@ -119,7 +119,7 @@ def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
     raise ValueError(f"dtype={dtype!r}: weights can be float32, bfloat16 or float16")
 
 
-def _resolve(path_or_name: str | os.PathLike[str]) -> pathlib.Path:
+def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Path:
     """The folder or .gguf file that was meant; names that are no path are pulled."""
     path = pathlib.Path(path_or_name).expanduser()
     if not path.exists():
@@ -128,7 +128,7 @@ def _resolve(path_or_name: str | os.PathLike[str]) -> pathlib.Path:
         looks_like_path = path.is_absolute() or text.startswith((".", "~")) or is_file_name or text.count("/") > 1
         if looks_like_path:
             raise FileNotFoundError(f"{text}: no such file or folder")
-        path = pull(text)
+        path = pull(text, progress=progress)
     if path.is_dir() and not (path / "config.json").exists():
         ggufs = sorted(path.glob("*.gguf"))
         if len(ggufs) != 1:

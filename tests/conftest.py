@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", os.environ.get("JAXINFER_TEST_PLATFORM", "cpu"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["JAXINFER_COMPILATION_CACHE"] = "off"  # programs of an earlier run must not stand in for this one's
 
 import jaxtyping
 import pytest

@@ -64,7 +64,7 @@ def _print_text(model: Model, prompts: list[Prompt], params: list[SamplingParams
             texts.setdefault((delta.prompt_index, delta.sample_index), []).append(text)
             bar.update(delta.finish_reason is not None)
             if delta.finish_reason == "error":
-                failures.append((delta.prompt_index, delta.stop_reason))
+                failures.append((delta.prompt_index, str(delta.stop_reason)))
     if single:
         print()
     else:
@@ -86,7 +86,7 @@ def _print_json(
         for completion in output.completions:
             speed.count(len(completion.token_ids))
             if completion.finish_reason == "error":
-                failures.append((index, completion.stop_reason))
+                failures.append((index, str(completion.stop_reason)))
         record = {
             "index": index,
             "prompt": job.text,
@@ -114,8 +114,8 @@ def _shows_progress(options: argparse.Namespace) -> bool:
     return sys.stderr.isatty() and not options.quiet
 
 
-def _report(failures: Sequence[tuple[int, object]]) -> int:
-    for prompt, reason in failures:
+def _report(failures: Sequence[tuple[int, str]]) -> int:
+    for prompt, reason in sorted(failures):
         print(f"error: prompt {prompt}: {reason}", file=sys.stderr)
     return 1 if failures else 0
 

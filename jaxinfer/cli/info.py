@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
 def gather(path_or_name: str, dtype: str | None) -> dict[str, Any]:
     """Everything `info` says, as JSON values. Sizes are in bytes."""
     weights_dtype = weights_dtype_for(dtype)
-    found = inspect(path_or_name)
+    found = inspect(path_or_name, progress=sys.stderr.isatty())
     config = found.config
     memory: dict[str, int] = dict.fromkeys(KINDS, 0)
     for name, shape in canonical_shapes(config).items():
