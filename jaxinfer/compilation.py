@@ -49,7 +49,7 @@ def enable_persistent_cache() -> pathlib.Path | None:
     return pathlib.Path(configured)
 
 
-def _set_unless_chosen(option: str, value: float, *, default: float) -> None:
+def _set_unless_chosen(option: str, value: float | int, *, default: float | int) -> None:
     """Sets an option of JAX that the user has set neither in the environment nor in this process."""
     if option.upper() not in os.environ and getattr(jax.config, option) == default:
         jax.config.update(option, value)

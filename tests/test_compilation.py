@@ -1,0 +1,116 @@
+"""Compiled programs on disk: a second process compiles nothing, and what the user has configured stays."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import jax
+import markov
+import pytest
+
+from jaxinfer.compilation import MAX_BYTES, SWITCH, enable_persistent_cache
+
+COUNT_CACHE_EVENTS = """
+import collections, json, sys
+import jax
+import jaxinfer as ji
+
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+model = ji.load(sys.argv[1], progress=False)
+ji.generate(model, [[0], [1, 2]], ji.SamplingParams(max_tokens=4, temperature=0.0))
+ji.generate(model, [0], ji.SamplingParams(max_tokens=4, top_p=0.5, logprobs=2, seed=1))
+ji.logits(model, [[0, 1]])
+print(json.dumps(events))
+"""
+
+
+def count_cache_events(model: pathlib.Path, cwd: pathlib.Path, **environment: str) -> dict[str, int]:
+    """Runs the program above in a fresh process, which must have nothing to say on standard error."""
+    inherited = {name: value for name, value in os.environ.items() if name != SWITCH}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_CACHE_EVENTS, str(model)],
+        cwd=cwd,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("variable", ["JAXINFER_CACHE", "JAX_COMPILATION_CACHE_DIR"])
+def test_second_process_compiles_nothing(tmp_path: pathlib.Path, variable: str) -> None:
+    model = markov.save(tmp_path / "model", {0: 1, 1: 2})
+    cache, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    first = count_cache_events(model, tmp_path, **{variable: str(cache)})
+    assert first["cache_misses"] == first["compile_requests_use_cache"] > 5
+    files = sorted(path.name for path in cache.rglob("*-cache"))
+    assert len(files) == first["cache_misses"]
+    second = count_cache_events(model, elsewhere, **{variable: str(cache)})
+    assert second["cache_hits"] == second["compile_requests_use_cache"] == first["compile_requests_use_cache"]
+    assert "cache_misses" not in second
+    assert sorted(path.name for path in cache.rglob("*-cache")) == files
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """JAX as a user finds it, with an empty cache folder; put back afterwards. Nothing is compiled meanwhile."""
+    options = {
+        "jax_compilation_cache_dir": None,
+        "jax_compilation_cache_max_size": -1,
+        "jax_persistent_cache_min_compile_time_secs": 1.0,
+        "jax_enable_compilation_cache": True,
+    }
+    before = {option: getattr(jax.config, option) for option in options}
+    for option, value in options.items():
+        monkeypatch.delenv(option.upper(), raising=False)
+        jax.config.update(option, value)
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    for option, value in before.items():
+        jax.config.update(option, value)
+
+
+def test_cache_is_bounded_private_and_has_no_minimum_compile_time(fresh: pathlib.Path) -> None:
+    assert enable_persistent_cache() == fresh / "xla"
+    assert (fresh / "xla").stat().st_mode & 0o777 == 0o700
+    assert jax.config.jax_compilation_cache_dir == str(fresh / "xla")
+    assert jax.config.jax_compilation_cache_max_size == MAX_BYTES
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+    assert enable_persistent_cache() == fresh / "xla"
+
+
+def test_folder_and_options_of_the_user_stay(fresh: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jax.config.update("jax_compilation_cache_dir", "/elsewhere")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1.0")
+    assert enable_persistent_cache() == pathlib.Path("/elsewhere")
+    assert jax.config.jax_compilation_cache_dir == "/elsewhere"
+    assert jax.config.jax_compilation_cache_max_size == -1
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 1.0
+    assert not fresh.exists()
+
+
+def test_cache_can_be_switched_off(fresh: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "off")
+    assert enable_persistent_cache() is None
+    monkeypatch.delenv(SWITCH)
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert enable_persistent_cache() is None
+    assert jax.config.jax_compilation_cache_dir is None
+    monkeypatch.setenv(SWITCH, "no")
+    with pytest.raises(ValueError, match=r"^JAXINFER_COMPILATION_CACHE='no': expected on or off$"):
+        enable_persistent_cache()
+
+
+def test_folder_that_cannot_be_made_costs_a_warning(fresh: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    fresh.write_text("a file where the folder should be")
+    assert enable_persistent_cache() is None
+    assert jax.config.jax_compilation_cache_dir is None
+    assert "compiled programs are not kept" in caplog.text

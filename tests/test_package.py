@@ -1,0 +1,54 @@
+"""The package's public names, which are imported when first used."""
+
+import ast
+import asyncio
+import importlib
+import pathlib
+import threading
+
+import markov
+import pytest
+
+import jaxinfer as ji
+
+SOURCE = pathlib.Path(ji.__file__)
+GREEDY = ji.SamplingParams(max_tokens=8, temperature=0.0)
+
+
+def names_for_type_checkers() -> dict[str, str]:
+    """Name to module of the imports below `if typing.TYPE_CHECKING`."""
+    blocks = [node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.If)]
+    (block,) = (node for node in blocks if ast.unparse(node.test) == "typing.TYPE_CHECKING")
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert all(alias.asname == alias.name for node in imports for alias in node.names)
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def test_names_at_run_time_are_those_for_type_checkers() -> None:
+    assert names_for_type_checkers() == ji._MODULES
+    for name, module in ji._MODULES.items():
+        assert getattr(ji, name) is getattr(importlib.import_module(module), name)
+        assert name in dir(ji)
+    with pytest.raises(AttributeError, match="module 'jaxinfer' has no attribute 'genrate'"):
+        ji.genrate  # noqa: B018  # the access is what is tested
+
+
+def test_no_module_hides_a_public_name() -> None:
+    modules = {path.stem for path in SOURCE.parent.iterdir()}
+    assert not modules & set(ji._MODULES)
+
+
+def test_generate_and_stream_inside_an_event_loop_and_a_thread() -> None:
+    """As in a notebook cell, where a loop is running already."""
+    model = markov.model(markov.chain(0, 1, 2, 3, markov.EOS))
+
+    async def cell() -> tuple[str | None, str]:
+        (output,) = ji.generate(model, "A", GREEDY)
+        return output.text, "".join(delta.text for delta in ji.stream(model, "A", GREEDY))
+
+    assert asyncio.run(cell()) == ("BCDEFG", "BCDEFG")
+    said = []
+    thread = threading.Thread(target=lambda: said.append(ji.generate(model, "A", GREEDY)[0].text))
+    thread.start()
+    thread.join()
+    assert said == ["BCDEFG"]
