@@ -7,6 +7,7 @@ last, so it never stands between two steps.
 
 import dataclasses
 import functools
+import typing
 
 import flax.struct
 import jax
@@ -22,7 +23,10 @@ from jaxinfer.sampling import sample
 from jaxinfer.sampling_logprobs import TokenLogprobs
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
 
+# The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
 
+
+@typing.no_type_check
 @flax.struct.dataclass
 class DecodeState:
     """Where each row stands. A row that is `done` changes nothing any more."""
@@ -40,6 +44,7 @@ class DecodeState:
     sampling: SamplingState
 
 
+@typing.no_type_check
 @flax.struct.dataclass
 class DecodedChunk:
     """What a chunk generated. Row b's tokens are the first `counts[b]` of column b."""
