@@ -1,6 +1,7 @@
 """One decoder for all families: embed -> layers -> norm. What differs between families is a flag in ModelConfig."""
 
 import dataclasses
+import typing
 from typing import Literal
 
 import flax.struct
@@ -17,9 +18,12 @@ from jaxinfer.layers.linear import linear, norm_linear
 from jaxinfer.layers.mlp import gated_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.rope import apply_rope, rope_tables
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import decode_attention, paged_attention
+
+# The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
 
 
+@typing.no_type_check
 @flax.struct.dataclass
 class LayerParams:
     """Weights of one layer; None where the family has no such tensor. Linear weights are [out, in].
@@ -44,6 +48,7 @@ class LayerParams:
     down_bias: jax.Array | None = None
 
 
+@typing.no_type_check
 @flax.struct.dataclass
 class Params:
     """Weights of a model. `lm_head` is None when the head is the embedding."""
@@ -83,6 +88,9 @@ def attention_block(
     layer_config = config.layers[layer]
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = norm_linear(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
+    if cache is not None and tokens.stage == "decode" and length == 1 and config.qk_norm != "full":
+        out, cache = decode_one(params, qkv[:, 0], cache, layer, tokens, config)
+        return linear(out[:, None], params.o, params.o_bias), cache
     q, k, v = jnp.split(qkv, [q_size, q_size + kv_size], axis=-1)
     if config.qk_norm == "full":
         assert params.q_norm is not None and params.k_norm is not None
@@ -103,6 +111,41 @@ def attention_block(
         cache = kv_cache.append(cache, layer, k, v, tokens.positions, tokens.page_table)
     out = attend(q, k, v, cache, layer, tokens, config)
     return linear(out.reshape(batch, length, q_size), params.o, params.o_bias), cache
+
+
+def decode_one(
+    params: LayerParams,
+    qkv: Float[Array, "batch qkv"],
+    cache: PagedKVCache,
+    layer: int,
+    tokens: Tokens,
+    config: ModelConfig,
+) -> tuple[Float[Array, "batch q_size"], PagedKVCache]:
+    """One new token a row: everything between the projections is one kernel where there is one."""
+    layer_config = config.layers[layer]
+    assert tokens.page_table is not None
+    cos, sin, interleaved = None, None, False
+    if layer_config.rope is not None:
+        cos, sin = (table[:, 0] for table in tokens.rope_tables[layer_config.rope])
+        interleaved = layer_config.rope.interleaved
+    out, keys, values = decode_attention(
+        qkv.astype(cache.keys[layer].dtype),
+        cache.keys[layer],
+        cache.values[layer],
+        tokens.page_table,
+        tokens.positions[:, 0],
+        cos,
+        sin,
+        num_q_heads=config.num_heads,
+        scale=config.attention_scale,
+        interleaved=interleaved,
+        q_norm=params.q_norm,
+        k_norm=params.k_norm,
+        norm_eps=config.norm_eps,
+        window=layer_config.window,
+        softcap=config.attention_softcap,
+    )
+    return out.astype(qkv.dtype), cache.with_layer(layer, keys, values)
 
 
 def attend(
@@ -197,7 +240,7 @@ def forward(
         if rope is not None
     }
     tokens = Tokens(positions, page_table, tables, stage)
-    # Padding is zeros, whatever its id: the embedding of that token may be NaN, and attention's 0 * NaN would spread it.
+    # Padding is zeros, whatever its id: that token's embedding may be NaN, and attention's 0 * NaN would spread it.
     x = embed(token_ids, params.embed_tokens, config)
     x = jnp.where((positions >= 0)[:, :, None], x, jnp.zeros((), x.dtype))
     for index, layer in enumerate(params.layers):

@@ -5,6 +5,7 @@ Per layer there is one array for keys and one for values, [num_pages, kv_heads, 
 """
 
 import functools
+import typing
 
 import flax.struct
 import jax
@@ -16,6 +17,7 @@ from jaxinfer.config import ModelConfig
 SCRATCH_PAGE = 0
 
 
+@typing.no_type_check  # JAX rebuilds pytrees around placeholders, as in `eval_shape`
 @flax.struct.dataclass
 class PagedKVCache:
     """One array per layer for keys and one for values, each [num_pages, kv_heads, page_size, head_dim]."""
@@ -30,6 +32,12 @@ class PagedKVCache:
     @property
     def page_size(self) -> int:
         return self.keys[0].shape[2]
+
+    def with_layer(self, layer: int, keys: jax.Array, values: jax.Array) -> "PagedKVCache":
+        """The cache with the pools of one layer replaced."""
+        new_keys, new_values = list(self.keys), list(self.values)
+        new_keys[layer], new_values[layer] = keys, values
+        return PagedKVCache(keys=new_keys, values=new_values)
 
 
 def bytes_per_token(config: ModelConfig, dtype: jnp.dtype | type) -> int:
@@ -80,7 +88,4 @@ def append(
     def write(pool: jax.Array, new: jax.Array) -> jax.Array:
         return pool.at[pages, :, offsets].set(new.astype(pool.dtype), mode="drop")
 
-    new_keys, new_values = list(cache.keys), list(cache.values)
-    new_keys[layer] = write(cache.keys[layer], keys)
-    new_values[layer] = write(cache.values[layer], values)
-    return PagedKVCache(keys=new_keys, values=new_values)
+    return cache.with_layer(layer, write(cache.keys[layer], keys), write(cache.values[layer], values))
