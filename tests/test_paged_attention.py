@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import Choice, mosaic, paged_attention, plan, reference
+from pallas_kernels.dispatch import Choice
+from pallas_kernels.paged_attention import mosaic, paged_attention, plan, reference
 from tests import paged_attention_cases as cases
 from tests.paged_attention_cases import Case
 

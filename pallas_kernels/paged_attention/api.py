@@ -1,27 +1,16 @@
 """The paged attention op: validates, picks a backend, says why."""
 
-import dataclasses
-import os
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import mosaic, reference
 from pallas_kernels.paged_attention.plan import KEYS, plan_for
 
-BACKENDS = ("mosaic", "reference")
 MAX_TOKENS = 16  # more query tokens than verification needs: prefill, another kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """One backend's answer to a call: taken, or the reason why not."""
-
-    backend: str
-    taken: bool
-    reason: str
 
 
 def paged_attention(
@@ -38,7 +27,7 @@ def paged_attention(
     return_lse: bool = False,
     backend: Literal["mosaic", "reference"] | None = None,
     explain: bool = False,
-):
+) -> Any:
     """Attention of the newest tokens of each sequence over its paged keys and values.
 
     Args:
@@ -55,7 +44,7 @@ def paged_attention(
       return_lse: also return the float32 log-sum-exp [batch, tokens, q_heads] of the visible logits and the sink, -inf
         where there is none. Results over several pools merge with weights exp(lse); give the sinks to one of them.
       backend: forces one; else the environment variable JAXINFER_KERNELS, else the first that supports the call.
-      explain: return the list of `Choice` and compute nothing.
+      explain: return the list of `dispatch.Choice` and compute nothing.
 
     Returns:
       [batch, tokens, q_heads, head_dim] in q's dtype; (output, lse) with `return_lse`.
@@ -65,10 +54,11 @@ def paged_attention(
     """
     _validate(q, k_pages, v_pages, page_table, lengths, sinks, window=window, softcap=softcap)
     batch, tokens, q_heads, head_dim = q.shape
-    choices = choose("paged_attention", refusal(q, k_pages, tokens), backend)
+    refusals = {"mosaic": mosaic_refusal(q, k_pages, tokens), "reference": None}
+    choices = dispatch.choose("paged_attention", refusals, backend)
     if explain:
         return choices
-    if taken(choices) == "mosaic":
+    if next(choice.backend for choice in choices if choice.taken) == "mosaic":
         plan = plan_for(
             batch=batch,
             tokens=tokens,
@@ -93,37 +83,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def choose(op: str, mosaic_refusal: str | None, backend: str | None) -> list[Choice]:
-    """What each backend says to a call; exactly one is taken.
-
-    `mosaic_refusal` is why the Mosaic kernel does not take the call, or None. `backend` forces one, else the
-    environment variable JAXINFER_KERNELS does.
-    """
-    forced = backend or os.environ.get("JAXINFER_KERNELS") or None
-    if forced is not None and forced not in BACKENDS:
-        raise ValueError(f"{op} has no backend {forced!r}; it has {', '.join(BACKENDS)}")
-    choices, found = [], False
-    for name in BACKENDS:
-        reason = mosaic_refusal if name == "mosaic" else None
-        if forced == name and reason is not None:
-            raise ValueError(f"{op} cannot run on {name}: {reason}")
-        if forced not in (None, name):
-            choices.append(Choice(name, False, f"{forced} was asked for"))
-        elif found:
-            choices.append(Choice(name, False, "a backend before it was taken"))
-        elif reason is not None:
-            choices.append(Choice(name, False, reason))
-        else:
-            found = True
-            choices.append(Choice(name, True, "asked for" if forced else "the first that supports this call"))
-    return choices
-
-
-def taken(choices: list[Choice]) -> str:
-    return next(choice.backend for choice in choices if choice.taken)
-
-
-def refusal(q: jax.Array, k_pages: jax.Array, tokens: int) -> str | None:
+def mosaic_refusal(q: jax.Array, k_pages: jax.Array, tokens: int) -> str | None:
     """Why the Mosaic kernel does not take this call; None if it does."""
     _, _, page_size, head_dim = k_pages.shape
     if q.dtype != jnp.bfloat16 or k_pages.dtype != jnp.bfloat16:
@@ -134,15 +94,7 @@ def refusal(q: jax.Array, k_pages: jax.Array, tokens: int) -> str | None:
         return f"it needs a head_dim that is a multiple of 16 and at most 256, not {head_dim}"
     if page_size % KEYS:
         return f"it needs a page size that is a multiple of {KEYS}, not {page_size}"
-    if jax.default_backend() != "gpu":
-        return "this process has no GPU"
-    if not _is_hopper():
-        return "it is written for Hopper (compute capability 9.0)"
-    return None
-
-
-def _is_hopper() -> bool:
-    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+    return dispatch.hopper_refusal()
 
 
 def _validate(

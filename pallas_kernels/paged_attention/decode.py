@@ -1,13 +1,14 @@
 """The decode attention op: everything between a layer's qkv projection and its output projection, in one call."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import decode_mosaic, decode_reference
-from pallas_kernels.paged_attention.api import choose, refusal, taken
+from pallas_kernels.paged_attention.api import mosaic_refusal
 from pallas_kernels.paged_attention.plan import plan_for
 
 
@@ -31,7 +32,7 @@ def decode_attention(
     sinks: Float[Array, " q_heads"] | None = None,
     backend: Literal["mosaic", "reference"] | None = None,
     explain: bool = False,
-):
+) -> Any:
     """Norms and rotates the new token of each row, appends it to its page and attends over the row.
 
     Same result as RMSNorm, RoPE, append and `paged_attention` one after the other, each rounded to the pools' dtype.
@@ -62,16 +63,16 @@ def decode_attention(
     _validate_rows(qkv, page_table, positions, cos, sin, k_pages.shape[3])
     _validate_options(q_norm, k_norm, sinks, num_q_heads, k_pages.shape[3], window, softcap)
     rotary_dim = 0 if cos is None else 2 * cos.shape[1]
-    reason = refusal(qkv, k_pages, tokens=1)
-    if reason is None and rotary_dim % 8:
-        reason = f"it rotates a multiple of 8 dimensions, not {rotary_dim}"
-    choices = choose("decode_attention", reason, backend)
+    refusal = mosaic_refusal(qkv, k_pages, tokens=1)
+    if rotary_dim % 8:
+        refusal = f"it rotates a multiple of 8 dimensions, not {rotary_dim}"
+    choices = dispatch.choose("decode_attention", {"mosaic": refusal, "reference": None}, backend)
     if explain:
         return choices
     rope = None if cos is None or sin is None else (cos, sin)
     norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
     arrays = (qkv, k_pages, v_pages, page_table, positions, rope, norms)
-    if taken(choices) == "reference":
+    if next(choice.backend for choice in choices if choice.taken) == "reference":
         return decode_reference.decode_attention(
             *arrays,
             sinks,

@@ -118,7 +118,7 @@ def launch(
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
             *arrays, smem = values[: len(refs)]
-            w = Warp(smem, plan.threads)
+            w = Warp(smem, plan.keep_tables)
             indices = [w.scalar(x) for x in values[len(refs) :]]
             program(w, arrays[: len(operands)], arrays[len(operands) :], *indices)
 

@@ -12,7 +12,7 @@ class Plan:
 
     `splits` blocks of `warps` warps share one (sequence, KV head, block of query rows); each warp keeps `depth` tiles
     of 16 keys in flight. `early_launch` lets the blocks start while the kernel before still drains (programmatic
-    dependent launch).
+    dependent launch). `keep_tables` asks the L2 cache to keep page ids, positions and angles from layer to layer.
     """
 
     batch: int
@@ -30,6 +30,7 @@ class Plan:
     warps: int = 8
     depth: int = 2
     early_launch: bool = False
+    keep_tables: bool = True
 
     @property
     def group(self) -> int:

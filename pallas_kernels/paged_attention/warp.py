@@ -97,9 +97,12 @@ class Warp:
     offsets into it. Global references are (memref) arguments of the kernel; offsets into them count elements.
     """
 
-    def __init__(self, smem: ir.Value, threads: int):
+    def __init__(self, smem: ir.Value, keep_tables: bool):
         self._smem = mgpu_utils.memref_ptr(smem)
-        self.threads = threads
+        self._keep = None
+        if keep_tables:
+            policy = "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;"
+            self._keep = llvm.inline_asm(_type("i64"), [], policy, "=l", has_side_effects=False)
         thread = Value(arith.index_cast(_type("i32"), gpu.thread_id(gpu.Dimension.x)))
         self.thread = thread
         self.lane = thread % 32
@@ -188,12 +191,14 @@ class Warp:
         """
         return self._load_global(ref, offset, 2, count, predicate, ".nc.L1::no_allocate", "i32", constant)
 
+    # Page ids, positions, angles and norm weights are small, and every layer reads them again after its weights have
+    # gone through the L2 cache: with `keep_tables` they are the last to be evicted.
     def load_i32(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
-        return self._load_global(ref, offset, 4, 1, predicate, ".nc", "i32")[0]
+        return self._load_global(ref, offset, 4, 1, predicate, ".nc", "i32", keep=True)[0]
 
     def load_floats(self, ref: ir.Value, offset: Value, count: int, predicate: Value) -> Words:
         """`count` (1, 2, 4) float32 from element `offset` on; zero where the predicate is false."""
-        return self._load_global(ref, offset, 4, count, predicate, ".nc", "f32")
+        return self._load_global(ref, offset, 4, count, predicate, ".nc", "f32", keep=True)
 
     def _load_global(
         self,
@@ -205,6 +210,7 @@ class Warp:
         modifier: str,
         kind: str,
         constant: int = 0,
+        keep: bool = False,
     ) -> Words:
         outs = ", ".join(f"${i}" for i in range(count))
         vector = f".v{count}" if count > 1 else ""
@@ -212,7 +218,10 @@ class Warp:
         zero = "0f00000000" if kind == "f32" else "0"
         suffix = "f32" if kind == "f32" else "b32"
         clear = " ".join(f"mov.{suffix} ${i}, {zero};" for i in range(count))
-        ptx = f"{clear} @${count + 1} ld.global{modifier}{vector}.{suffix} {braces}, [${count} + {constant * size}];"
+        policy = [self._keep] if keep and self._keep is not None else []
+        hint, operand = (".L2::cache_hint", f", ${count + 2}") if policy else ("", "")
+        load = f"ld.global{modifier}{hint}{vector}.{suffix} {braces}, [${count} + {constant * size}]{operand};"
+        ptx = f"{clear} @${count + 1} {load}"
         # Early-clobber outputs: they are written before the address is read.
         constraint = "=&f" if kind == "f32" else "=&r"
         address = self._address(ref, offset, size)
@@ -221,9 +230,9 @@ class Warp:
         # Side effects keep a prefetch where it was written: LLVM may otherwise sink it to its first use.
         result = llvm.inline_asm(
             struct,
-            [address, predicate.ir],
+            [address, predicate.ir, *policy],
             ptx,
-            ",".join([constraint] * count + ["l", "b"]),
+            ",".join([constraint] * count + ["l", "b"] + ["l"] * len(policy)),
             has_side_effects=True,
         )
         if count == 1:
