@@ -14,7 +14,7 @@ from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.layers.attention import prefill_attention, self_attention
 from jaxinfer.layers.embedding import embed, head
-from jaxinfer.layers.linear import linear, norm_linear
+from jaxinfer.layers.linear import Weight, linear, norm_linear
 from jaxinfer.layers.mlp import gated_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.rope import apply_rope, rope_tables
@@ -32,10 +32,10 @@ class LayerParams:
     offset already added.
     """
 
-    qkv: jax.Array
-    o: jax.Array
-    gate_up: jax.Array
-    down: jax.Array
+    qkv: Weight
+    o: Weight
+    gate_up: Weight
+    down: Weight
     attn_norm: jax.Array | None = None
     attn_post_norm: jax.Array | None = None
     mlp_norm: jax.Array | None = None

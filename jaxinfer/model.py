@@ -5,7 +5,8 @@ import dataclasses
 import logging
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,10 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.config_gguf import from_gguf
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.decoder import Params
-from jaxinfer.params import ReadInto, assemble, canonical_shapes, num_parameters, random_params
+from jaxinfer.packed_weights import from_gguf_blocks
+from jaxinfer.params import ParamSpec, ReadInto, assemble, canonical_shapes, num_parameters, random_params
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+from pallas_kernels.int4_matmul import PackedInt4
 
 log = logging.getLogger("jaxinfer")
 
@@ -63,15 +66,25 @@ def load(
     path_or_name: str | os.PathLike[str],
     *,
     dtype: jnp.dtype | type | str | None = None,
+    quantize: Literal["int4"] | None = None,
+    packed: bool | None = None,
     random_weights: int | None = None,
     progress: bool = True,
 ) -> Model:
     """Loads a model from a Hugging Face folder, a .gguf file, or a name or repo id that `jaxinfer.pull` knows.
 
     `dtype` is that of the weights (default: bfloat16 on a GPU, float32 on a CPU). `random_weights=seed` reads only the
-    configuration and makes random weights of that shape on the device, for benchmarks. Raises CheckpointError or
-    ValueError, naming the file and the remedy, before anything large is allocated.
+    configuration and makes random weights of that shape on the device, for benchmarks; with `quantize="int4"` those of
+    the layers are packed. `packed` says whether 4-bit weights of a GGUF file (Q4_0, Q4_1, Q4_K) stay packed on the
+    device instead of being decoded to `dtype`; the default is yes on a GPU, where a kernel reads them as they are, and
+    no on a CPU. Raises CheckpointError or ValueError, naming the file and the remedy, before anything large is
+    allocated.
     """
+    if quantize not in (None, "int4"):
+        raise ValueError(f"quantize={quantize!r}: known is int4")
+    if quantize is not None and random_weights is None:
+        raise ValueError("quantize needs random_weights: weights of a checkpoint keep the precision they are stored in")
+    packed = jax.default_backend() == "gpu" if packed is None else packed
     enable_persistent_cache()
     weights_dtype = weights_dtype_for(dtype)
     path = _resolve(path_or_name, progress)
@@ -85,9 +98,9 @@ def load(
         with contextlib.closing(GGUFFile(path)) as checkpoint:
             config, tokenizer = _read_gguf(checkpoint)
             if random_weights is None:
-                params = _load_gguf(checkpoint, config, weights_dtype, name, progress)
+                params = _load_gguf(checkpoint, config, weights_dtype, packed, name, progress)
                 return Model(config, params, tokenizer, weights_dtype, name)
-    params = random_params(config, weights_dtype, random_weights)
+    params = random_params(config, weights_dtype, random_weights, int4=quantize == "int4")
     return Model(config, params, tokenizer, weights_dtype, name)
 
 
@@ -172,7 +185,9 @@ def _load_safetensors(path: pathlib.Path, config: ModelConfig, dtype: jnp.dtype,
         return _read_params(config, checkpoint, sources, skipped, dtype, name, progress)
 
 
-def _load_gguf(checkpoint: GGUFFile, config: ModelConfig, dtype: jnp.dtype, name: str, progress: bool) -> Params:
+def _load_gguf(
+    checkpoint: GGUFFile, config: ModelConfig, dtype: jnp.dtype, packed: bool, name: str, progress: bool
+) -> Params:
     sources, skipped = names_gguf.gguf_sources(
         checkpoint.metadata["general.architecture"],
         num_heads=config.num_heads,
@@ -180,7 +195,13 @@ def _load_gguf(checkpoint: GGUFFile, config: ModelConfig, dtype: jnp.dtype, name
         available=checkpoint.tensors,
         **_sizes(config),
     )
-    return _read_params(config, checkpoint, sources, skipped, dtype, name, progress)
+
+    def read_packed(spec: ParamSpec) -> PackedInt4 | None:
+        return from_gguf_blocks(checkpoint, [sources[source] for source in spec.sources])
+
+    return _read_params(
+        config, checkpoint, sources, skipped, dtype, name, progress, read_packed=read_packed if packed else None
+    )
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -200,6 +221,7 @@ def _read_params(
     dtype: jnp.dtype,
     name: str,
     progress: bool,
+    read_packed: Callable[[ParamSpec], PackedInt4 | None] | None = None,
 ) -> Params:
     """Checks that tensors and parameters match one to one, then reads them."""
     sources, skipped = dict(sources), dict(skipped)
@@ -212,7 +234,7 @@ def _read_params(
         log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, head.name)
     total = sum(int(np.prod(shape)) for shape in shapes.values()) * dtype.itemsize
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not progress, leave=False) as bar:
-        return assemble(config, dtype, _reader(checkpoint, sources), bar.update)
+        return assemble(config, dtype, _reader(checkpoint, sources), bar.update, read_packed)
 
 
 def _reader(checkpoint: SafetensorsFolder | GGUFFile, sources: Mapping[str, TensorSource]) -> ReadInto:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,9 @@ import numpy as np
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import LayerParams, Params
+from jaxinfer.layers.linear import Weight
+from jaxinfer.packed_weights import device_layout, random_int4
+from pallas_kernels.int4_matmul import PackedInt4
 
 type ReadInto = Callable[[str, np.ndarray], None]
 """Fills an array with the canonical tensor of that name, converting to the array's dtype."""
@@ -23,6 +27,8 @@ class ParamSpec:
     rows: tuple[int, ...]
     columns: int | None
     is_norm: bool = False
+    is_linear: bool = False
+    """A projection inside a layer, which may be packed."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,7 +42,7 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, ParamSpec]:
 
     def spec(parts: dict[str, int], columns: int | None, suffix: str, is_norm: bool = False) -> ParamSpec:
         names = tuple(f"layers.{index}.{part}.{suffix}" for part in parts)
-        return ParamSpec(names, tuple(parts.values()), columns, is_norm)
+        return ParamSpec(names, tuple(parts.values()), columns, is_norm, is_linear=columns is not None)
 
     def norm(name: str, size: int = hidden) -> ParamSpec:
         return spec({name: size}, None, "weight", is_norm=True)
@@ -99,7 +105,7 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(int(np.prod(spec.shape)) for spec in _all_specs(config))
 
 
-def _build(config: ModelConfig, make: Callable[[ParamSpec], jax.Array]) -> Params:
+def _build(config: ModelConfig, make: Callable[[ParamSpec], Any]) -> Params:
     layers = [
         LayerParams(**{field: make(spec) for field, spec in layer_specs(config, index).items()})
         for index in range(config.num_layers)
@@ -112,15 +118,24 @@ def assemble(
     dtype: jnp.dtype | type,
     read_into: ReadInto,
     on_progress: Callable[[int], object] | None = None,
+    read_packed: Callable[[ParamSpec], PackedInt4 | None] | None = None,
 ) -> Params:
     """Reads every tensor of `config` and puts it on the default device, joining q, k, v and gate, up.
 
     One array at a time is built on the host, in its final dtype, and handed over before the next is read: host memory
     never holds more than one array beyond what the device holds, and nothing beyond the model itself on a CPU, which
-    takes the array over. `on_progress` is told the bytes of each finished array.
+    takes the array over. `on_progress` is told the bytes of each finished array. `read_packed` is asked for linear
+    weights first, and answers None for those that cannot stay packed.
     """
 
-    def make(spec: ParamSpec) -> jax.Array:
+    def make(spec: ParamSpec) -> Weight:
+        packed = read_packed(spec) if read_packed is not None and spec.is_linear else None
+        if packed is not None:
+            weight = device_layout(packed)
+            jax.block_until_ready(weight)
+            if on_progress is not None:
+                on_progress(math.prod(spec.shape) * np.dtype(dtype).itemsize)
+            return weight
         host = _aligned_empty(spec.shape, np.dtype(np.float32 if spec.is_norm else dtype))
         start = 0
         for name, rows in zip(spec.sources, spec.rows, strict=True):
@@ -146,10 +161,11 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int) -> Params:
+def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, int4: bool = False) -> Params:
     """Weights of the right shapes made on the device: uniform with standard deviation 0.02, norms 1.
 
-    For benchmarks: no file is read and nothing passes through the host.
+    For benchmarks: no file is read and nothing passes through the host. With `int4` the layers' projections are packed
+    in 4 bits with zero points in groups of 128; embedding and head keep `dtype`.
     """
     key = jax.random.key(seed)
     programs: dict[tuple[int, ...], Callable] = {}
@@ -166,9 +182,14 @@ def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int) -> Pa
 
     counter = iter(range(1 << 30))
 
-    def make(spec: ParamSpec) -> jax.Array:
+    pack = jax.jit(random_int4, static_argnames="shape")
+
+    def make(spec: ParamSpec) -> Weight:
         if spec.is_norm:
             return jnp.ones(spec.shape, jnp.float32)
-        return uniform(spec.shape)(jax.random.fold_in(key, next(counter)))
+        own_key = jax.random.fold_in(key, next(counter))
+        if int4 and spec.is_linear:
+            return pack(own_key, shape=spec.shape)
+        return uniform(spec.shape)(own_key)
 
     return _build(config, make)

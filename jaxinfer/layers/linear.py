@@ -5,11 +5,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.norm import rms_norm
+from pallas_kernels.int4_matmul import PackedInt4, int4_matmul
+
+type Weight = Float[Array, "out_features in_features"] | PackedInt4
+"""A linear weight: an array as checkpoints store it, or packed codes that the kernel reads as they are."""
 
 
 def linear(
     x: Float[Array, "*batch in_features"],
-    weight: Float[Array, "out_features in_features"],
+    weight: Weight,
     bias: Float[Array, " out_features"] | None = None,
     *,
     out_dtype: jnp.dtype | type | None = None,
@@ -20,7 +24,9 @@ def linear(
     default x's dtype.
     """
     dtype = x.dtype if out_dtype is None else out_dtype
-    if _one_row(x):
+    if isinstance(weight, PackedInt4):
+        y = int4_matmul(x, weight, out_dtype=dtype)
+    elif _one_row(x):
         y = _row_sums(x.reshape(-1), weight).astype(dtype).reshape(*x.shape[:-1], weight.shape[0])
     else:
         y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
@@ -33,7 +39,7 @@ def norm_linear(
     x: Float[Array, "*batch in_features"],
     norm: Float[Array, " in_features"] | None,
     eps: float,
-    weight: Float[Array, "out_features in_features"],
+    weight: Weight,
     bias: Float[Array, " out_features"] | None = None,
 ) -> Float[Array, "*batch out_features"]:
     """`linear` of the RMS-normalised x, or of x itself where the family has no norm here.
@@ -43,7 +49,7 @@ def norm_linear(
     """
     if norm is None:
         return linear(x, weight, bias)
-    if not _one_row(x):
+    if isinstance(weight, PackedInt4) or not _one_row(x):
         return linear(rms_norm(x, norm, eps), weight, bias)
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32) + jnp.float32(eps))

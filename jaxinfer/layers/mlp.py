@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxinfer.layers.linear import linear, norm_linear
+from jaxinfer.layers.linear import Weight, linear, norm_linear
 
 
 def activate(gate: Float[Array, "*shape"], activation: str) -> Float[Array, "*shape"]:
@@ -26,9 +26,9 @@ def gated_mlp(
     x: Float[Array, "*batch hidden"],
     norm: Float[Array, " hidden"] | None,
     eps: float,
-    gate_up: Float[Array, "two_intermediate hidden"],
+    gate_up: Weight,
     gate_up_bias: Float[Array, " two_intermediate"] | None,
-    down: Float[Array, "hidden intermediate"],
+    down: Weight,
     down_bias: Float[Array, " hidden"] | None,
     activation: str,
 ) -> Float[Array, "*batch hidden"]:
