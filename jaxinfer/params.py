@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import LayerParams, Params
-from jaxinfer.layers.linear import Weight
 from jaxinfer.packed_weights import device_layout, random_int4
 from pallas_kernels.int4_matmul import PackedInt4
 
@@ -128,7 +127,7 @@ def assemble(
     weights first, and answers None for those that cannot stay packed.
     """
 
-    def make(spec: ParamSpec) -> Weight:
+    def make(spec: ParamSpec) -> jax.Array | PackedInt4:
         packed = read_packed(spec) if read_packed is not None and spec.is_linear else None
         if packed is not None:
             weight = device_layout(packed)
@@ -184,7 +183,7 @@ def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, in
 
     pack = jax.jit(random_int4, static_argnames="shape")
 
-    def make(spec: ParamSpec) -> Weight:
+    def make(spec: ParamSpec) -> jax.Array | PackedInt4:
         if spec.is_norm:
             return jnp.ones(spec.shape, jnp.float32)
         own_key = jax.random.fold_in(key, next(counter))
