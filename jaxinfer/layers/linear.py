@@ -7,8 +7,8 @@ from jaxtyping import Array, Float
 from jaxinfer.layers.norm import rms_norm
 from pallas_kernels.int4_matmul import PackedInt4, int4_matmul
 
-type Weight = Float[Array, "out_features in_features"] | PackedInt4
-"""A linear weight: an array as checkpoints store it, or packed codes that the kernel reads as they are."""
+type Weight = Float[Array, "_ _"] | PackedInt4
+"""A linear weight: an array [out, in] as checkpoints store it, or packed codes that the kernel reads as they are."""
 
 
 def linear(
