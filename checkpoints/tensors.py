@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """A tensor in a file. `shape` is row-major (outermost first); `dtype` is the file format's own name (BF16, Q4_1)."""
+    """A tensor in a file. `shape` is row-major, outermost first; `dtype` is the file format's own name (BF16, Q4_1)."""
 
     name: str
     shape: tuple[int, ...]
