@@ -1,13 +1,16 @@
 """The NumPy twin of `pallas_kernels.int4_matmul.warp.Int4Warp`, and the whole kernel run on it."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from simulated_warp import SimulatedWarp, run_cluster
+from simulated_warp import SimulatedWarp, run_cluster, uniform
 
 from pallas_kernels.int4_matmul import PackedInt4, mosaic
 from pallas_kernels.int4_matmul.plan import Plan, Schedule
+from pallas_kernels.int4_matmul.stream import Weights
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -17,13 +20,23 @@ DTYPES = {
 }
 
 
+@dataclasses.dataclass
+class Arrival:
+    """A barrier in shared memory: how many phases have ended, and what the one that runs has announced."""
+
+    phase: int = 0
+    expected: int | None = None
+    copies: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)
+
+
 class SimulatedInt4Warp(SimulatedWarp):
-    """Copies arrive as late as they may: when a wait demands them."""
+    """Copies arrive as late as they may: when a wait demands them. Until then their destination is NaN."""
 
     def __init__(self, warp: SimulatedWarp):
         self.__dict__ = warp.__dict__
         self.open: list[tuple[int, np.ndarray]] = []
         self.groups: list[list[tuple[int, np.ndarray]]] = []
+        self.arrivals: dict[int, Arrival] = {}
 
     @property
     def bytes(self) -> np.ndarray:
@@ -32,30 +45,33 @@ class SimulatedInt4Warp(SimulatedWarp):
     def integer(self, value: int) -> np.ndarray:
         return np.full(32, value, np.int32)
 
+    def number(self, value: float) -> np.ndarray:
+        return np.full(32, value, np.float32)
+
+    def _fetch(self, destination: int, ref: np.ndarray, origin: int, size: int) -> tuple[int, np.ndarray]:
+        flat = ref.view(np.uint8)
+        assert destination % 16 == origin % 16 == size % 16 == 0, "unaligned copy"
+        assert destination + size <= self.bytes.size
+        assert 0 <= origin <= flat.size - size, "copy from outside the array"
+        self.bytes[destination : destination + size] = 0xFF
+        return destination, flat[origin : origin + size].copy()
+
+    def _place(self, copies: list[tuple[int, np.ndarray]]) -> None:
+        for destination, data in copies:
+            self.bytes[destination : destination + data.size] = data
+
     def copy_async(
         self,
         address: np.ndarray,
         ref: np.ndarray,
         offset: np.ndarray,
-        size: np.ndarray,
+        predicate: np.ndarray,
         *,
         to: int = 0,
         source: int = 0,
-        predicate: np.ndarray | None = None,
     ) -> None:
-        flat = ref.view(np.uint8)
-        for lane in range(32) if predicate is None else np.flatnonzero(predicate):
-            destination, origin = int(address[lane]) + to, int(offset[lane]) + source
-            assert destination % 16 == 0, "unaligned copy"
-            assert destination + 16 <= self.bytes.size
-            data = np.zeros(16, np.uint8)
-            if size[lane]:
-                assert size[lane] == 16
-                assert origin % 16 == 0, "unaligned copy"
-                assert 0 <= origin <= flat.size - 16, "copy from outside the array"
-                data = flat[origin : origin + 16].copy()
-            self.bytes[destination : destination + 16] = 0xFF  # NaN until it arrives
-            self.open.append((destination, data))
+        for lane in np.flatnonzero(predicate):
+            self.open.append(self._fetch(int(address[lane]) + to, ref, int(offset[lane]) + source, 16))
 
     def copy_commit(self) -> None:
         self.groups.append(self.open)
@@ -63,8 +79,44 @@ class SimulatedInt4Warp(SimulatedWarp):
 
     def copy_wait(self, pending: int) -> None:
         while len(self.groups) > pending:
-            for destination, data in self.groups.pop(0):
-                self.bytes[destination : destination + 16] = data
+            self._place(self.groups.pop(0))
+
+    def copy_bulk(
+        self,
+        address: np.ndarray,
+        ref: np.ndarray,
+        offset: np.ndarray,
+        size: int,
+        barrier: np.ndarray,
+        predicate: np.ndarray,
+    ) -> None:
+        for lane in np.flatnonzero(predicate):
+            arrival = self.arrivals[int(barrier[lane])]
+            arrival.copies.append(self._fetch(int(address[lane]), ref, int(offset[lane]), size))
+
+    def one_lane(self) -> np.ndarray:
+        return self.lane == 7
+
+    def arrival_init(self, barrier: np.ndarray, predicate: np.ndarray) -> None:
+        for lane in np.flatnonzero(predicate):
+            assert barrier[lane] % 8 == 0
+            self.arrivals[int(barrier[lane])] = Arrival()
+
+    def arrival_init_fence(self) -> None:
+        pass
+
+    def arrival_expect(self, barrier: np.ndarray, size: int, predicate: np.ndarray) -> None:
+        for lane in np.flatnonzero(predicate):
+            arrival = self.arrivals[int(barrier[lane])]
+            assert arrival.expected is None, "a second arrival in one phase"
+            arrival.expected = size
+
+    def arrival_wait(self, barrier: np.ndarray, parity: np.ndarray) -> None:
+        arrival = self.arrivals[int(uniform(barrier))]
+        assert uniform(parity) == arrival.phase % 2, "this wait would not wait, or for ever"
+        assert arrival.expected == sum(data.size for _, data in arrival.copies)
+        self._place(arrival.copies)
+        self.arrivals[int(uniform(barrier))] = Arrival(arrival.phase + 1)
 
     def warp_barrier(self) -> None:
         pass  # the 32 lanes of a simulated warp are always together
@@ -81,6 +133,20 @@ class SimulatedInt4Warp(SimulatedWarp):
 
     def load_two_words(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> tuple[np.ndarray, ...]:
         return self.load_words(ref, offset, 2, predicate)
+
+    def shared_words(self, address: np.ndarray) -> tuple[np.ndarray, ...]:
+        assert (address % 16 == 0).all(), "unaligned shared read"
+        words = self.bytes.view(np.int32)
+        return tuple(words[address // 4 + i] for i in range(4))
+
+    def shared_store(self, address: np.ndarray, value: np.ndarray, predicate: np.ndarray | None = None) -> None:
+        assert value.dtype == np.float32
+        keep = np.ones(32, bool) if predicate is None else predicate
+        self.bytes.view(np.float32)[address[keep] // 4] = value[keep]
+
+    def when(self, condition: np.ndarray, body: Callable[[], None]) -> None:
+        if uniform(condition):
+            body()
 
     def shared_number(self, address: np.ndarray, dtype: str, constant: int = 0) -> np.ndarray:
         kind = DTYPES[dtype]
@@ -99,13 +165,14 @@ class SimulatedInt4Warp(SimulatedWarp):
 
 def simulate(x: np.ndarray, weight: PackedInt4, schedule: Schedule, out_dtype: str = "float32") -> np.ndarray:
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
-    plan = mosaic.plan_for(x.shape[0], weight, schedule)
+    plan = Plan.of(x.shape[0], weight, schedule)
     out = np.full(plan.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
     arguments = mosaic.arguments_of(
         weight,
-        words=np.ascontiguousarray(weight.codes).reshape(-1),
-        scales=np.ascontiguousarray(weight.scales).reshape(-1),
-        offsets=None if weight.offsets is None else np.ascontiguousarray(weight.offsets).reshape(-1),
+        weights=Weights(
+            *(None if a is None else np.ascontiguousarray(a).reshape(-1) for a in (weight.codes, weight.scales)),
+            None if weight.offsets is None else np.ascontiguousarray(weight.offsets).reshape(-1),
+        ),
         x=np.ascontiguousarray(x).reshape(-1).view(np.uint16),
         out=out,
         out_dtype=out_dtype,

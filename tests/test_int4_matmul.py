@@ -94,9 +94,8 @@ def test_reference_multiplies_by_a_code_book() -> None:
 )
 def test_hopper_kernel_on_simulated_warps(rows, out_features, in_features, group_size, kind, dtype) -> None:
     weight, values = make(out_features, in_features, group_size, kind, dtype)
-    x = tokens(rows, in_features)
-    schedule = tuning.schedule_for(rows, in_features, out_features)
-    partial = simulate(x, to_mosaic(weight), schedule)
+    x, packed = tokens(rows, in_features), to_mosaic(weight)
+    partial = simulate(x, packed, tuning.plan_for(rows, packed).schedule)
     assert error(partial.astype(np.float64).sum(0), x, values) < 3e-6
 
 
@@ -107,6 +106,8 @@ def test_hopper_kernel_on_simulated_warps(rows, out_features, in_features, group
         Schedule(warps=4, parts=2, strips=1, depth=1, blocks=1),
         Schedule(warps=8, strips=4, depth=2, blocks=3),
         Schedule(warps=16, strips=2, depth=4, blocks=7),
+        Schedule(warps=4, parts=2, strips=4, depth=1, blocks=2, bulk=True),
+        Schedule(warps=8, strips=1, depth=2, blocks=2, bulk=True),
     ],
 )
 def test_every_schedule_computes_the_same(schedule: Schedule) -> None:
@@ -119,11 +120,12 @@ def test_every_schedule_computes_the_same(schedule: Schedule) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 16, 33, 64])
 @pytest.mark.parametrize(("out_features", "in_features"), [(14336, 4096), (4096, 14336), (576, 1536), (72, 64)])
 def test_kernel_lowers_for_cuda(rows: int, out_features: int, in_features: int) -> None:
-    kind = KINDS[rows % 3]
-    lower(rows, out_features, in_features, 64, kind, tuning.schedule_for(rows, in_features, out_features))
+    lower(rows, out_features, in_features, 64, KINDS[rows % 3], None)
 
 
-@pytest.mark.parametrize("schedule", [Schedule(warps=4), Schedule(parts=2, strips=1), Schedule(early_launch=True)])
+@pytest.mark.parametrize(
+    "schedule", [Schedule(warps=4), Schedule(parts=2, strips=1), Schedule(bulk=True, early_launch=True)]
+)
 def test_schedules_lower_for_cuda(schedule: Schedule) -> None:
     lower(8, 256, 1024, 128, "zero_point", schedule)
 
@@ -145,6 +147,9 @@ def lower(rows, out_features, in_features, group_size, kind, schedule) -> None:
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     x = jax.ShapeDtypeStruct((rows, in_features), jnp.bfloat16)
 
+    if schedule is None:
+        schedule = tuning.plan_for(rows, weight).schedule
+
     def product(x, w):
         return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=jnp.dtype(jnp.bfloat16))
 
@@ -153,16 +158,19 @@ def lower(rows, out_features, in_features, group_size, kind, schedule) -> None:
     assert "mosaic_gpu" in lowered.as_text()
 
 
-def test_plan_gives_every_unit_to_one_block_and_fits_in_shared_memory() -> None:
-    for rows, (n, k) in itertools.product((1, 8, 16, 32, 64), [(14336, 4096), (4096, 14336), (4096, 4096), (64, 64)]):
-        weight = PackedInt4(None, np.zeros(0, BF16), np.zeros(0, np.uint8), None, (n, k), min(k, 32), "mosaic")
-        plan = mosaic.plan_for(rows, weight, tuning.schedule_for(rows, k, n))
+def test_plan_gives_every_unit_to_one_block_and_all_blocks_are_resident_at_once() -> None:
+    shapes = [(14336, 4096), (4096, 14336), (4096, 4096), (576, 1536), (64, 64)]
+    for rows, (n, k), group_size in itertools.product((1, 8, 16, 32, 64), shapes, (16, 32, 128)):
+        scales = np.zeros(0, np.float32)
+        plan = tuning.plan_for(rows, PackedInt4(None, scales, scales, None, (n, k), min(k, group_size), "mosaic"))
         bounds = [b * plan.units // plan.blocks_per_slice for b in range(plan.blocks_per_slice + 1)]
         counts = np.diff(bounds)
         assert bounds[-1] * plan.unit_rows == plan.padded_features
         assert counts.min() >= 1
         assert counts.max() - counts.min() <= 1
-        assert plan.shared_bytes <= 227 * 1024
+        resident = 2 if rows <= 16 else 1
+        assert plan.slices * plan.blocks_per_slice <= 132 * resident
+        assert (plan.shared_bytes + 1024) * resident <= 228 * 1024
 
 
 def test_leading_dimensions_and_out_dtype() -> None:

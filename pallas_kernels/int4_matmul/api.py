@@ -96,6 +96,5 @@ def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedI
 
 
 def _mosaic(x: jax.Array, w: PackedInt4, *, out_dtype: jnp.dtype) -> jax.Array:
-    out_features, in_features = w.shape
-    schedule = tuning.schedule_for(x.shape[0], in_features, out_features, jax.devices()[0].device_kind)
+    schedule = tuning.plan_for(x.shape[0], w, jax.devices()[0].device_kind).schedule
     return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=out_dtype)

@@ -20,6 +20,7 @@ docs/kernels.md has the layout, the reasons and the measurements.
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_matmul.packing import Kind, PackedInt4
 from pallas_kernels.int4_matmul.plan import COLUMNS, PIECE_BYTES, STRIP, Plan, Schedule
+from pallas_kernels.int4_matmul.stream import Weights, stream_of
 from pallas_kernels.int4_matmul.warp import Int4Warp
 
 ONES = 0x3F803F80  # two bfloat16
@@ -37,9 +39,7 @@ ONES = 0x3F803F80  # two bfloat16
 class Arguments:
     """The kernel's arrays in global memory; `out` is [slices, rows, out_features]."""
 
-    words: Any
-    scales: Any
-    offsets: Any
+    weights: Weights
     x: Any
     out: Any
     scale_dtype: str
@@ -52,50 +52,12 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """One warp's work: the instructions are emitted through `w`, an Int4Warp (or its NumPy twin in the tests)."""
     schedule = plan.schedule
     group, quad = w.lane // 4, w.lane % 4
-    first_unit = block * plan.units // plan.blocks_per_slice
-    count = (block + 1) * plan.units // plan.blocks_per_slice - first_unit
-    first_tile = (slice_ * schedule.warps + w.warp) * plan.warp_tiles
-    ring = w.warp * plan.ring_bytes
     zero, one = w.integer(0), w.integer(1)
+    stream = stream_of(w, plan, a.weights, slice_, block)
 
-    def start(index: Any, slot: Any) -> None:
-        """Starts the copies of the block's unit `index`; past the last one, and past the last input, zeros."""
-        unit = first_unit + index
-        left = index < count
-        address = ring + slot * plan.unit_bytes
-        # Strips of a tile are neighbours in memory, then tiles along the inputs, then rows of tiles.
-        strip = unit * schedule.strips
-        offset = (strip // 4 * plan.column_tiles + first_tile) * (4 * PIECE_BYTES) + strip % 4 * PIECE_BYTES
-        offset = offset + w.lane * 16
-        for t in range(plan.warp_tiles):
-            size = w.select(left & (first_tile + t < plan.column_tiles), w.integer(16), zero)
-            for j in range(schedule.strips):
-                piece = (t * schedule.strips + j) * PIECE_BYTES
-                source = (4 * t + j) * PIECE_BYTES
-                w.copy_async(address + w.lane * 16, a.words, offset, size, to=piece, source=source)
-        copy_rows(a.scales, plan.scale_bytes, address + plan.words_bytes, unit, left)
-        if plan.offset_bytes:
-            to = address + (plan.words_bytes + plan.scales_bytes)
-            copy_rows(a.offsets, plan.offset_bytes, to, unit, left)
-        w.copy_commit()
-
-    def copy_rows(ref: Any, itemsize: int, address: Any, unit: Any, left: Any) -> None:
-        """Starts the copies of the unit's scales (or offsets), [segments, unit_rows], 16 bytes a lane."""
-        per_segment = plan.unit_rows * itemsize // 16
-        chunks = plan.segments * per_segment
-        for base in range(0, chunks, 32):
-            chunk = w.lane + base
-            segment = first_tile * COLUMNS // plan.segment + chunk // per_segment
-            index = segment * plan.segment // plan.group_size if plan.groups > 1 else zero
-            here = left & (index < plan.groups)
-            row = (index * plan.padded_features + unit * plan.unit_rows) * itemsize + chunk % per_segment * 16
-            size = w.select(here, w.integer(16), zero)
-
-            whole = None if chunks - base >= 32 else chunk < chunks
-            w.copy_async(address + chunk * 16, ref, row, size, predicate=whole)
-
+    stream.begin()
     for d in range(schedule.depth):
-        start(w.integer(d), w.integer(d))
+        stream.start(w.integer(d), w.integer(d))
     if schedule.early_launch:
         w.early_launch_wait()
 
@@ -103,7 +65,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     for t in range(plan.warp_tiles):
         steps = []
         for s in range(COLUMNS // 16):
-            column = (first_tile + t) * COLUMNS + 16 * s + quad * 4
+            column = (stream.first_tile + t) * COLUMNS + 16 * s + quad * 4
             blocks = []
             for b in range(plan.token_blocks):
                 token = group + 8 * b
@@ -114,7 +76,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     step_of = [(t, s) for t in range(plan.warp_tiles) for s in range(COLUMNS // 16)]
     per_segment = plan.segment // 16
     segments = [step_of[i : i + per_segment] for i in range(0, len(step_of), per_segment)]
-    nothing = [w.const(0.0)] * 4
+    nothing = [w.number(0.0)] * 4
     ones = [w.integer(ONES)] * 4
     token_sums = []  # [segment][token block]: sums of x of this lane's two tokens
     for steps in segments:
@@ -124,13 +86,12 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
         token_sums.append([total[:2] for total in sums])
 
     def turn(index: Any, carry: Any) -> Any:
-        slot, next_slot, buffer = carry
-        start(index + schedule.depth, next_slot)
-        w.copy_wait(schedule.depth)
-        w.warp_barrier()
-        address = ring + slot * plan.unit_bytes
+        slot, parity, next_slot, buffer = carry
+        stream.start(index + schedule.depth, next_slot)
+        stream.wait(slot, parity)
+        address = stream.address(slot)
         pieces = {
-            (t, j): w.shared_load(address + (w.lane * 16 + (t * schedule.strips + j) * PIECE_BYTES), 4, "i32")
+            (t, j): w.shared_words(address + (w.lane * 16 + (t * schedule.strips + j) * PIECE_BYTES))
             for t in range(plan.warp_tiles)
             for j in range(schedule.strips)
         }
@@ -151,14 +112,11 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
                 for e in range(4):
                     token, row = quad * 2 + (8 * b + e % 2), group + (STRIP * j + 8 * (e // 2))
                     inside = None if 8 * b + 8 <= plan.rows else token < plan.rows
-                    w.shared_store(sums + token * plan.sums_stride + row * 4, [total[e]], inside)
+                    w.shared_store(sums + token * plan.sums_stride + row * 4, total[e], inside)
         w.block_barrier()
-        store(first_unit + index, buffer)
-        return after(slot), after(next_slot), one - buffer
-
-    def after(slot: Any) -> Any:
-        following = slot + 1
-        return w.select(following < plan.slots, following, zero)
+        store(stream.first_unit + index, buffer)
+        last = slot + 1 < plan.slots
+        return stream.after(slot), w.select(last, parity, one - parity), stream.after(next_slot), one - buffer
 
     def scale_and_bias(address: Any, segment: int, j: int) -> tuple[list[Any], list[Any]]:
         """Of this lane's two rows of strip j."""
@@ -187,22 +145,13 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
             feature = unit * plan.unit_rows + row
             address = (token * plan.sums_stride + row * 4) + plan.sums_start
             address = w.select(inside, address + buffer * (schedule.warps * plan.sums_bytes), zero)
-            total = w.shared_load(address, 1, "f32")[0]
+            total = w.shared_number(address, "float32")
             for other in range(1, schedule.warps):
-                total = total + w.shared_load(address + other * plan.sums_bytes, 1, "f32")[0]
+                total = total + w.shared_number(address, "float32", other * plan.sums_bytes)
             offset = (slice_ * plan.rows + token) * plan.out_features + feature
             w.store_number(a.out, offset, total, a.out_dtype, inside & (feature < plan.out_features))
 
-    w.loop(count, (zero, w.integer(schedule.depth), zero), turn)
-
-
-def plan_for(rows: int, weight: PackedInt4, schedule: Schedule) -> Plan:
-    """The plan of a product of `rows` rows with a weight of the mosaic layout."""
-    out_features, in_features = weight.shape
-    offset_bytes = 0 if weight.offsets is None else weight.offsets.dtype.itemsize
-    return Plan(
-        rows, in_features, out_features, weight.group_size, weight.scales.dtype.itemsize, offset_bytes, schedule
-    )
+    w.loop(stream.count, (zero, zero, w.integer(schedule.depth), zero), turn)
 
 
 def arguments_of(weight: PackedInt4, *, out_dtype: str, **arrays: Any) -> Arguments:
@@ -223,9 +172,19 @@ def int4_matmul(x: jax.Array, weight: PackedInt4, *, schedule: Schedule, out_dty
     return functools.reduce(operator.add, list(partial)).astype(out_dtype)
 
 
-def partial_sums(x: jax.Array, weight: PackedInt4, *, schedule: Schedule, out_dtype: jnp.dtype) -> jax.Array:
-    """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice."""
-    plan = plan_for(x.shape[0], weight, schedule)
+def partial_sums(
+    x: jax.Array,
+    weight: PackedInt4,
+    *,
+    schedule: Schedule,
+    out_dtype: jnp.dtype,
+    program: Callable[[Any, Plan, Arguments, Any, Any], None] = multiply,
+) -> jax.Array:
+    """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice.
+
+    `program` is what each warp does; benchmarks pass one that reads the weights and nothing else.
+    """
+    plan = Plan.of(x.shape[0], weight, schedule)
     dtype = jnp.dtype(jnp.float32) if plan.slices > 1 else jnp.dtype(out_dtype)
     operands = [weight.codes, weight.scales, *([] if weight.offsets is None else [weight.offsets]), x]
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -238,10 +197,10 @@ def partial_sums(x: jax.Array, weight: PackedInt4, *, schedule: Schedule, out_dt
             words, scales, *rest = arrays
             offsets = rest[0] if weight.offsets is not None else None
             arguments = arguments_of(
-                weight, words=words, scales=scales, offsets=offsets, x=rest[-1], out=out, out_dtype=str(dtype)
+                weight, weights=Weights(words, scales, offsets), x=rest[-1], out=out, out_dtype=str(dtype)
             )
-            w = Int4Warp(shared, plan.threads)
-            multiply(w, plan, arguments, w.scalar(slice_), w.scalar(block))
+            w = Int4Warp(shared)
+            program(w, plan, arguments, w.scalar(slice_), w.scalar(block))
 
         if schedule.early_launch:
             plgpu.griddepcontrol_launch_dependents()

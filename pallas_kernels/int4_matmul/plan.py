@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.int4_matmul.packing import PackedInt4
+
 COLUMNS = 64
 """Inputs of a packed tile."""
 STRIP = 16
@@ -19,9 +21,10 @@ class Schedule:
     """What tuning chooses.
 
     A thread block holds `warps` (a multiple of 4) x `parts` x 128 inputs of x in registers and walks through units of
-    `strips` x 16 output features, each warp keeping `depth` units of weights in flight. About `blocks` blocks are
-    launched: a small multiple of the multiprocessors, all resident at once. `early_launch` lets blocks start, and fetch
-    weights, while the kernel before still runs; that kernel must not have written the weights.
+    `strips` x 16 output features, each warp keeping `depth` units of weights in flight. At most `blocks` blocks are
+    launched, or one for each slice of the inputs: they should all be resident at once, since a second wave doubles the
+    time. With `bulk` the copy engine moves the weights, otherwise each lane its own words. `early_launch` lets blocks
+    start, and fetch weights, while the kernel before still runs; that kernel must not have written the weights.
     """
 
     warps: int = 8
@@ -29,6 +32,7 @@ class Schedule:
     strips: int = 2
     depth: int = 3
     blocks: int = 264
+    bulk: bool = False
     early_launch: bool = False
 
 
@@ -46,6 +50,14 @@ class Plan:
     scale_bytes: int
     offset_bytes: int
     schedule: Schedule
+
+    @classmethod
+    def of(cls, rows: int, weight: PackedInt4, schedule: Schedule) -> "Plan":
+        """The plan of a product of `rows` rows with a weight of the mosaic layout."""
+        out_features, in_features = weight.shape
+        offset_bytes = 0 if weight.offsets is None else weight.offsets.dtype.itemsize
+        scale_bytes = weight.scales.dtype.itemsize
+        return cls(rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, schedule)
 
     @property
     def threads(self) -> int:
@@ -90,7 +102,7 @@ class Plan:
 
     @property
     def blocks_per_slice(self) -> int:
-        return max(1, min(self.units, round(self.schedule.blocks / self.slices)))
+        return max(1, min(self.units, self.schedule.blocks // self.slices))
 
     @property
     def segment(self) -> int:
@@ -139,5 +151,11 @@ class Plan:
         return self.schedule.warps * self.ring_bytes
 
     @property
+    def barriers_start(self) -> int:
+        """Eight bytes for each slot of each warp, if copies are bulk."""
+        end = self.sums_start + 2 * self.schedule.warps * self.sums_bytes
+        return -(-end // 8) * 8
+
+    @property
     def shared_bytes(self) -> int:
-        return self.sums_start + 2 * self.schedule.warps * self.sums_bytes
+        return self.barriers_start + (8 * self.schedule.warps * self.slots if self.schedule.bulk else 0)

@@ -1,31 +1,48 @@
 """Schedules of the Hopper INT4 kernel by shape."""
 
+import dataclasses
 import functools
 
-from pallas_kernels.int4_matmul.plan import PART, STRIP, Schedule
+from pallas_kernels.int4_matmul.packing import PackedInt4
+from pallas_kernels.int4_matmul.plan import PART, Plan, Schedule
 
 MULTIPROCESSORS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA GH200 480GB": 132, "NVIDIA H100 PCIe": 114}
 """By device kind; what is not listed is taken for the most common, 132."""
+SHARED_BYTES = 228 * 1024
+"""Shared memory of a multiprocessor, of which every block takes another kilobyte for the system."""
+
+
+def plan_for(rows: int, weight: PackedInt4, device_kind: str = "NVIDIA H200") -> Plan:
+    """The plan for `rows` (1 to 64) rows times a weight of the mosaic layout."""
+    return _best(Plan.of(rows, weight, Schedule()), device_kind)
 
 
 @functools.cache
-def schedule_for(rows: int, in_features: int, out_features: int, device_kind: str = "NVIDIA H200") -> Schedule:
-    """The schedule for `rows` (1 to 64) rows times a weight [out_features, in_features].
+def _best(plan: Plan, device_kind: str) -> Plan:
+    """x of 17 rows and more leaves registers for one block on a multiprocessor, fewer rows for two; more than 8 rows
 
-    x of 32 rows and more leaves registers for one block on a multiprocessor, fewer rows for two. Units are 32 output
-    features, or 16 where that divides the work more evenly.
+    leave none for twice the inputs a warp. Among what is left, the least waste.
     """
-    multiprocessors = MULTIPROCESSORS.get(device_kind, 132)
-    warps = 4 if in_features <= 4 * PART else 8
-    slices = -(-in_features // (warps * PART))
-    blocks = multiprocessors * (2 if rows <= 16 else 1)
-    per_slice = max(1, round(blocks / slices))
+    resident = 2 if plan.rows <= 16 else 1
+    blocks = MULTIPROCESSORS.get(device_kind, 132) * resident
+    warps = 4 if plan.in_features <= 4 * PART else 8
+    choices = [(1, 1)] if plan.rows > 32 else [(1, 2), (1, 1), (2, 1)] if plan.rows <= 8 else [(1, 2), (1, 1)]
+    plans = []
+    for parts, strips in choices:
+        for depth in range(6 // (parts * strips), 0, -1):
+            schedule = Schedule(warps=warps, parts=parts, strips=strips, depth=depth, blocks=blocks)
+            candidate = dataclasses.replace(plan, schedule=schedule)
+            if (candidate.shared_bytes + 1024) * resident <= SHARED_BYTES:
+                plans.append(candidate)
+                break
+    return min(plans, key=_waste)
 
-    def idle_share(strips: int) -> float:
-        units = -(-out_features // 64) * 64 // (STRIP * strips)
-        each = units / min(units, per_slice)
-        return 1 - each / -(-units // min(units, per_slice))
 
-    few_units = out_features < per_slice * 2 * STRIP
-    strips = 1 if rows > 32 or few_units or idle_share(1) + 0.05 < idle_share(2) else 2
-    return Schedule(warps=warps, strips=strips, depth=6 // strips, blocks=blocks)
+def _waste(plan: Plan) -> float:
+    """Share of the time that blocks wait for the one with most units or are missing, and of bytes for partial sums."""
+    blocks = plan.blocks_per_slice
+    idle = 1 - plan.units / blocks / -(-plan.units // blocks)
+    missing = 1 - min(1.0, blocks * plan.slices / plan.schedule.blocks)
+    sums = 8 * plan.slices * plan.rows / plan.in_features if plan.slices > 1 else 0.0
+    short_units = 0.03 if plan.schedule.strips == 1 else 0.0
+    return idle + missing + sums + short_units
