@@ -111,16 +111,21 @@ class Batch:
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         self.lengths = lengths
         self.context_lengths = lengths + np.maximum(most - 1, 0)
-        self.state = DecodeState(
-            tokens=jnp.zeros(self.size, jnp.int32),
-            positions=jnp.asarray(lengths),
-            num_generated=jnp.zeros(self.size, jnp.int32),
-            max_tokens=jnp.asarray(most),
-            stop_ids=jnp.asarray(stop_ids),
-            context_lengths=jnp.asarray(self.context_lengths),
-            done=jnp.asarray(np.arange(self.size) >= len(requests)),
-            sampling=sampling,
+        zeros = np.zeros(self.size, np.int32)
+        # One transfer for all: each costs the host as much as a small program does.
+        arrays = jax.device_put(
+            {
+                "tokens": zeros,
+                "positions": lengths,
+                "num_generated": zeros,
+                "max_tokens": most,
+                "stop_ids": stop_ids,
+                "context_lengths": self.context_lengths,
+                "done": np.arange(self.size) >= len(requests),
+            },
+            may_alias=False,  # the state is donated
         )
+        self.state = DecodeState(sampling=sampling, **arrays)
 
     def run(self) -> Iterator[Delta]:
         """Generates everything, yielding news of each request as soon as the host has it."""
@@ -181,6 +186,8 @@ class Batch:
     def _prefill(self) -> jax.Array:
         """Runs all prompts through the model; returns float32 logits [size, vocab] of their last tokens."""
         groups = plan_prefill([len(request.prompt) for request in self.requests], self.limits)
+        if len(groups) == 1 and groups[0].rows == tuple(range(self.size)) and self.lengths.max() <= groups[0].chunk:
+            return self._prefill_chunk(groups[0], np.arange(self.size, dtype=np.int32), self.lengths, 0)
         whole = jnp.zeros((self.size, self.model.config.vocab_size), jnp.float32)
         for group in groups:
             size = bucket(len(group.rows))
@@ -203,17 +210,12 @@ class Batch:
             tokens[place, : len(piece)] = piece
         width = self._table(start + chunk).shape[1]
         page_table = np.where(rows[:, None] >= 0, self.page_table[rows, :width], kv_cache.SCRATCH_PAGE)
-        arguments = (
-            jnp.asarray(tokens[:, :chunk]),
-            jnp.asarray(lengths),
-            jnp.asarray(np.where(lengths > 0, start, 0).astype(np.int32)),
-            jnp.asarray(page_table),
+        context_lengths = np.where(rows >= 0, self.context_lengths[rows], 0).astype(np.int32)
+        starts = np.where(lengths > 0, start, 0).astype(np.int32)
+        *arguments, context_lengths, targets = jax.device_put(
+            (tokens[:, :chunk], lengths, starts, page_table, context_lengths, tokens[:, 1:])
         )
-        options = {
-            "config": self.model.config,
-            "context_lengths": jnp.asarray(np.where(rows >= 0, self.context_lengths[rows], 0).astype(np.int32)),
-            "from_empty": start == 0,
-        }
+        options = {"config": self.model.config, "context_lengths": context_lengths, "from_empty": start == 0}
         wanted = [self.requests[row].params.prompt_logprobs for row in group.rows]
         most = max((count for count in wanted if count is not None), default=None)
         if most is None:
@@ -223,7 +225,7 @@ class Batch:
             self.model.params,
             self.cache,
             *arguments,
-            jnp.asarray(tokens[:, 1:]),
+            targets,
             num_logprobs=most,
             **options,
         )
