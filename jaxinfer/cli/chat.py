@@ -55,10 +55,10 @@ def run(options: argparse.Namespace) -> int:
                     raise
                 print(f"error: {error} (/reset starts a new conversation)", file=sys.stderr)
                 continue
-            if answer is not None:
-                messages = [*asked, {"role": "assistant", "content": answer}]
-            elif not interactive:
+            if answer is None and not interactive:
                 return 1
+            if answer:  # an answer that failed, or was stopped before its first word, is forgotten with its question
+                messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _answer(deltas: Generator[Delta, None, None], interactive: bool) -> str | None:
