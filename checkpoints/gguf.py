@@ -142,6 +142,11 @@ class GGUFFile:
         packed = _mapped(part)[entry.offset : entry.offset + entry.info.nbytes]
         return packed.reshape(*entry.info.shape[:-1], -1)
 
+    def release(self, name: str) -> None:
+        """Drops a tensor's pages from this process's memory, once `read_blocks` is done with; views stay valid."""
+        part, entry = self._find(name)
+        part.release(entry.offset, entry.offset + entry.info.nbytes)
+
     def close(self) -> None:
         for part in self._parts:
             part.close()
