@@ -140,7 +140,7 @@ def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Pa
         is_file_name = path.suffix in (".gguf", ".safetensors", ".json") and ":" not in text
         looks_like_path = path.is_absolute() or text.startswith((".", "~")) or is_file_name or text.count("/") > 1
         if looks_like_path:
-            raise FileNotFoundError(f"{text}: no such file or folder")
+            raise FileNotFoundError(f"{text}: no such file or folder; a model to be fetched is written name or owner/name")
         path = pull(text, progress=progress)
     if path.is_dir() and not (path / "config.json").exists():
         ggufs = sorted(path.glob("*.gguf"))
