@@ -260,7 +260,8 @@ def check(case: Check) -> None:
     reference = functools.partial(
         decode_reference.decode_attention, **options, norm_eps=1e-6, window=case.window, softcap=None
     )
-    want = jax.jit(reference)(*arrays)
+    # Without this XLA drops the rounding between norm and rotation, and a quarter of the keys differ in their last bit.
+    want = jax.jit(reference, compiler_options={"xla_allow_excess_precision": False})(*arrays)
     (out, keys, values), (want_out, want_keys, want_values) = (
         [np.asarray(x).astype(np.float32) for x in got] for got in (runs[0], want)
     )

@@ -15,6 +15,7 @@ from jaxinfer.outputs import Delta
 from jaxinfer.request import Request
 from jaxinfer.sampling_logprobs import Logprob, TokenLogprobs, logprob_tables
 from jaxinfer.sampling_state import build_sampling_state
+from pallas_kernels.dispatch import hopper_refusal
 
 PAGE_SIZE = 16
 MIN_PREFILL = 64
@@ -141,6 +142,12 @@ class Batch:
                 dispatched += self.limits.decode_chunk
             yield from self._read(waiting.popleft())
 
+    def _decode_table(self, num_tokens: int) -> jax.Array:
+        """The page table for decoding: whole where a kernel reads no more than a row has, else as wide as needed."""
+        whole = self.page_table.shape[1] * PAGE_SIZE
+        reads_lengths = self.model.dtype == jnp.bfloat16 and hopper_refusal() is None
+        return self._table(whole if reads_lengths else num_tokens)
+
     def _table(self, num_tokens: int) -> jax.Array:
         """The page table, as wide as rows of up to `num_tokens` tokens need."""
         width = min(pages_for(num_tokens), self.page_table.shape[1])
@@ -162,7 +169,7 @@ class Batch:
             self.cache,
             self.state,
             jnp.asarray(active),
-            self._table(reach),
+            self._decode_table(reach),
             config=self.model.config,
             variant=self.variant,
             num_steps=self.limits.decode_chunk,
