@@ -6,7 +6,6 @@ import logging
 import os
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +65,7 @@ def load(
     path_or_name: str | os.PathLike[str],
     *,
     dtype: jnp.dtype | type | str | None = None,
-    quantize: Literal["int4"] | None = None,
+    quantize: str | None = None,
     packed: bool | None = None,
     random_weights: int | None = None,
     progress: bool = True,
@@ -140,7 +139,7 @@ def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Pa
         is_file_name = path.suffix in (".gguf", ".safetensors", ".json") and ":" not in text
         looks_like_path = path.is_absolute() or text.startswith((".", "~")) or is_file_name or text.count("/") > 1
         if looks_like_path:
-            raise FileNotFoundError(f"{text}: no such file or folder; a model to be fetched is written name or owner/name")
+            raise FileNotFoundError(f"{text}: no such file or folder; a model to fetch is written name or owner/name")
         path = pull(text, progress=progress)
     if path.is_dir() and not (path / "config.json").exists():
         ggufs = sorted(path.glob("*.gguf"))

@@ -1,0 +1,58 @@
+"""Products of weights kept in 4 bits, and the random ones that benchmarks use. Loading them: test_load.py."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.layers.linear import linear, norm_linear
+from jaxinfer.layers.norm import rms_norm
+from jaxinfer.model import load
+from jaxinfer.packed_weights import random_int4
+from pallas_kernels.int4_matmul import PackedInt4, dequantize
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def test_products_of_packed_weights(rng: np.random.Generator) -> None:
+    weight = random_int4(jax.random.key(3), (96, 256))
+    dense = dequantize(weight, jnp.float32)
+    assert 0.01 < float(jnp.std(dense)) < 0.04
+    x = jnp.asarray(rng.standard_normal((5, 256), np.float32))
+    bias = jnp.asarray(rng.standard_normal(96, np.float32))
+    norm = jnp.asarray(rng.uniform(0.5, 1.5, 256).astype(np.float32))
+    np.testing.assert_allclose(linear(x, weight, bias), x @ dense.T + bias[None, :], rtol=1e-5, atol=1e-5)
+    expected = rms_norm(x, norm, 1e-6) @ dense.T
+    np.testing.assert_allclose(norm_linear(x, norm, 1e-6, weight), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_random_int4_model_has_packed_layers_and_a_dense_head(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    model = load(tmp_path, random_weights=0, quantize="int4")
+    for layer in model.params.layers:
+        for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            assert isinstance(weight, PackedInt4)
+            assert weight.kind == "zero_point"
+    assert isinstance(model.params.lm_head, jax.Array)
+
+
+def test_quantize_is_refused_where_it_would_do_nothing(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match="quantize needs random_weights"):
+        load(tmp_path, quantize="int4")
+    with pytest.raises(ValueError, match="known is int4"):
+        load(tmp_path, random_weights=0, quantize="int3")
