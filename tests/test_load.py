@@ -186,7 +186,7 @@ def test_quantize_without_random_weights_is_refused():
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("./nothing", "./nothing: no such file or folder; a model to be fetched is written name or owner/name"),
+        ("./nothing", "./nothing: no such file or folder; a model to fetch is written name or owner/name"),
         ("model.gguf", "model.gguf: no such file or folder"),
         ("a/b/c", "a/b/c: no such file or folder"),
         ("/nowhere/model", "/nowhere/model: no such file or folder"),
