@@ -9,7 +9,7 @@ import pytest
 from sampling_reference import kept_tokens, penalised, probabilities
 from scipy import stats
 
-from jaxinfer.sampling import draw_logits, processed_logits, sample
+from jaxinfer.sampling import draw_logits, gumbel, processed_logits, sample
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_state import SamplerVariant, SamplingState, build_sampling_state, request_seed
 
@@ -138,6 +138,7 @@ def test_draw_logits_are_the_distribution_that_is_drawn():
 def test_extreme_temperatures_and_logits():
     logits = np.array([3.0, 3.5, -1e30, 3e38, -np.inf], np.float32)
     assert set(draws(logits, 50, temperature=1.0).tolist()) == {3}
+    assert set(draws(logits, 50, temperature=1e-3).tolist()) == {3}
     assert set(draws(logits[:2], 50, temperature=1e-5).tolist()) == {1}
     assert_distributed(draws(logits[:3], temperature=1e6), np.array([0.5, 0.5, 0.0]))
 
@@ -159,6 +160,16 @@ def test_c5_rare_tokens_are_drawn_as_often_as_they_should():
     rare = np.log([2.0**-8, 1 - 2.0**-8])
     count = int(np.sum(draws(rare, 10_000) == 0))
     assert stats.binomtest(count, 10_000, 2.0**-8).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("bits", [0, 2**32 - 1])
+def test_noise_is_finite_for_the_extreme_random_bits(bits, monkeypatch):
+    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, bits, dtype))
+    noise = gumbel(jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32), 3)
+    # u = 2**-33 gives 33 ln 2; u = 1 - 2**-24 gives -ln(24 ln 2).
+    np.testing.assert_allclose(
+        noise, np.full((1, 3), 33 * np.log(2) if bits == 0 else -np.log(24 * np.log(2))), rtol=1e-6
+    )
 
 
 # Seeds.
@@ -365,7 +376,7 @@ def test_bias_comes_before_the_penalties_and_masks_before_the_bias():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("bad", ["one nan", "all nan", "all -inf", "+inf"])
+@pytest.mark.parametrize("bad", ["one nan", "all nan", "all -inf", "+inf", "nan in padding"])
 def test_k1_non_finite_logits_flag_their_row_and_no_other(bad, temperature, table):
     logits = table[:4].copy()
     match bad:
@@ -377,8 +388,10 @@ def test_k1_non_finite_logits_flag_their_row_and_no_other(bad, temperature, tabl
             logits[2] = -np.inf
         case "+inf":
             logits[2, 7] = np.inf
+        case "nan in padding":  # the normaliser of the logprobs is NaN
+            logits[2, 63] = np.nan
     params = [SamplingParams(seed=row, temperature=temperature, top_p=0.9, logprobs=2) for row in range(4)]
-    state, variant = build(params, vocab=64)
+    state, variant = build(params, vocab=64, num_tokens=60)
     generated = np.zeros(4, np.int32)
     output, _ = step(logits, state, variant, generated)
     clean, _ = step(table[:4], state, variant, generated)

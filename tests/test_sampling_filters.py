@@ -101,6 +101,16 @@ def test_c1_top_p_of_decimal_fractions(top_p, count):
     assert len(device_kept(np.log([0.5, 0.3, 0.1, 0.1]), top_p=top_p)) == count
 
 
+def test_c1_sums_that_reach_top_p_exactly_suffice():
+    # Whole weights of sum s, and top_p = (their first i) / s: float32 rounds logarithms, sums and quotients.
+    rng = np.random.default_rng(4)
+    for _ in range(300):
+        weights = np.sort(rng.choice(np.arange(1, 40), size=8, replace=False))[::-1]
+        count = int(rng.integers(1, 8))
+        kept = device_kept(np.log(weights / weights.sum()), top_p=float(weights[:count].sum() / weights.sum()))
+        assert kept == set(range(count)), (weights, count)
+
+
 @pytest.mark.parametrize(
     ("options", "count"),
     [
