@@ -23,15 +23,17 @@ import jaxinfer as ji
 from benchmarks.harness import ROOT, Recorder, median, read_rate, seconds
 from jaxinfer import kv_cache
 from jaxinfer.batch import Batch, Limits
-from jaxinfer.generation import _requests
+from jaxinfer.generation import requests_for
+from jaxinfer.model import default_dtype
+from pallas_kernels.int4_matmul import PackedInt4
 
 SHAPES = ROOT / "shapes"
 
 
-def load(name: str, dtype: str | None) -> ji.Model:
+def load(name: str, dtype: str | None, int4: bool) -> ji.Model:
     if (SHAPES / name / "config.json").exists():
-        return ji.load(SHAPES / name, random_weights=0, dtype=dtype)
-    return ji.load(name, dtype=dtype)
+        return ji.load(SHAPES / name, random_weights=0, dtype=dtype, quantize="int4" if int4 else None)
+    return ji.load(name, dtype=dtype, packed=int4)
 
 
 def bytes_per_step(model: ji.Model, batch: int, context: float) -> float:
@@ -50,7 +52,7 @@ def prompts(model: ji.Model, batch: int, length: int) -> list[list[int]]:
 def timed_run(model: ji.Model, ids: list[list[int]], output: int) -> tuple[float, float]:
     """Seconds to the first token of the batch, and seconds for the rest."""
     params = ji.SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-    batch = Batch(model, _requests(model, ids, params), Limits.default())
+    batch = Batch(model, requests_for(model, ids, params), Limits.default())
     start = time.perf_counter()
     first = None
     for _ in batch.run():
@@ -92,11 +94,9 @@ def measure_first_token(recorder: Recorder, model: ji.Model, name: str, batch: i
     )
 
 
-def measure_ready(recorder: Recorder, name: str, dtype: str | None) -> None:
+def measure_ready(recorder: Recorder, name: str, options: list[str], weights: str) -> None:
     """Start of a fresh process to the end of its first generation (prompt 128, output 33, batch 1)."""
-    command = [sys.executable, "-m", "benchmarks.decode", "--model", name, "--generate-once"]
-    if dtype:
-        command += ["--dtype", dtype]
+    command = [sys.executable, "-m", "benchmarks.decode", "--model", name, "--generate-once", *options]
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
         times = []
@@ -104,18 +104,20 @@ def measure_ready(recorder: Recorder, name: str, dtype: str | None) -> None:
             start = time.perf_counter()
             subprocess.run(command, env=environment, check=True, cwd=ROOT.parent)
             times.append(time.perf_counter() - start)
-    case: dict[str, object] = {"model": name, "weights": dtype or "default", "batch": 1, "prompt": 128, "output": 33}
+    case: dict[str, object] = {"model": name, "weights": weights, "batch": 1, "prompt": 128, "output": 33}
     recorder.record(case, {"ready_cold_s": (times[0], "s"), "ready_warm_s": (times[1], "s")})
 
 
 def case_of(name: str, model: ji.Model, **sizes: int) -> dict[str, object]:
-    return {"model": name, "weights": str(model.dtype), "kv": str(model.dtype), **sizes}
+    packed = isinstance(model.params.layers[0].down, PackedInt4)
+    return {"model": name, "weights": "int4" if packed else str(model.dtype), "kv": str(model.dtype), **sizes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype")
+    parser.add_argument("--int4", action="store_true", help="packed layers: random ones, or a GGUF file's as they are")
     parser.add_argument("--batch", type=int, nargs="*", default=[])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=257, help="tokens a sequence; 1 + a multiple of the decode chunk")
@@ -126,11 +128,13 @@ def main() -> None:
     arguments = parser.parse_args()
     recorder = Recorder("decode", arguments.results) if arguments.results else Recorder("decode")
     if arguments.ready:
-        measure_ready(recorder, arguments.model, arguments.dtype)
+        options = (["--dtype", arguments.dtype] if arguments.dtype else []) + (["--int4"] if arguments.int4 else [])
+        weights = "int4" if arguments.int4 else arguments.dtype or str(default_dtype())
+        measure_ready(recorder, arguments.model, options, weights)
     if not (arguments.batch or arguments.first_token or arguments.generate_once):
         return
     start = time.perf_counter()
-    model = load(arguments.model, arguments.dtype)
+    model = load(arguments.model, arguments.dtype, arguments.int4)
     jax.block_until_ready(model.params)
     print(f"loaded {arguments.model} in {time.perf_counter() - start:.1f} s", flush=True)
     if arguments.generate_once:

@@ -35,7 +35,7 @@ def generate(
     one for each. Up to `max_batch_size` completions run at once, fewer where the KV cache would not fit. Every prompt
     and parameter is checked before anything runs: ValueError names the first that is wrong and the remedy.
     """
-    requests = _requests(model, prompts, params)
+    requests = requests_for(model, prompts, params)
     groups = _groups(model, requests, max_batch_size)
     with tqdm(total=len(requests), unit="request", desc="Generating", disable=not progress, leave=False) as bar:
         num_tokens = 0
@@ -67,7 +67,7 @@ def stream(
 
     Arguments are checked when this is called, not when the first delta is asked for.
     """
-    return _run(model, _groups(model, _requests(model, prompts, params), max_batch_size))
+    return _run(model, _groups(model, requests_for(model, prompts, params), max_batch_size))
 
 
 def logits(
@@ -96,7 +96,7 @@ def logits(
     return result[:batch, :length]
 
 
-def _requests(
+def requests_for(
     model: Model, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
 ) -> list[Request]:
     """One request for each completion, all arguments checked."""
