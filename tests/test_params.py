@@ -78,7 +78,7 @@ def test_q_k_v_and_gate_up_are_joined_in_this_order(dtype: str):
         (layer.down, {"down_proj": (32, 48)}),
     ):
         expected = np.concatenate([numbered(f"layers.1.{name}.weight", shape) for name, shape in parts.items()])
-        assert array.dtype == jnp.dtype(dtype)
+        assert isinstance(array, jax.Array) and array.dtype == jnp.dtype(dtype)
         np.testing.assert_array_equal(np.asarray(array).astype(np.float32), expected)
     assert layer.attn_norm is not None
     assert layer.attn_norm.dtype == jnp.float32  # norms stay float32
@@ -120,6 +120,7 @@ def test_a_cpu_takes_the_host_s_array_over():
         addresses.clear()
         params = assemble(config("llama"), dtype, read_into)
         for array in (params.embed_tokens, params.layers[0].down, params.layers[1].qkv):
+            assert isinstance(array, jax.Array)
             assert array.unsafe_buffer_pointer() in addresses
 
 
