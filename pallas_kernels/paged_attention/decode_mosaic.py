@@ -7,6 +7,7 @@ another's write.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -268,6 +269,8 @@ class NewToken:
         return maxima, [one] * attention.halves, [list(tiles) for _ in range(attention.halves)]
 
 
+# Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
+@functools.partial(jax.jit, static_argnames="plan")
 def decode_attention(
     qkv: jax.Array,
     k_pages: jax.Array,

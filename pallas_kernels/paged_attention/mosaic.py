@@ -8,6 +8,7 @@ nothing has to be zeroed before it. docs/kernels_attention.md has the measuremen
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,8 @@ def stage_queries(w: Any, plan: Plan, q: Any, place: Place) -> None:
         w.shared_store(index * 16, [low[0], high[0], low[1], high[1]], step < steps)
 
 
+# Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
+@functools.partial(jax.jit, static_argnames=("plan", "return_lse"))
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
