@@ -149,6 +149,25 @@ def test_lowers_for_cuda_in_place(case):
     assert aliases == [("1", "1"), ("2", "2")]
 
 
+def test_equal_layers_share_one_kernel():
+    """Two layers of pools, one kernel in the program: without the inner jit each would be compiled for itself."""
+    case = CASES[0]
+    plan, arrays = case.decode_plan(), make(case)
+
+    def layers(qkv, pools, page_table, positions, rope, norms, sinks):
+        out = []
+        for k_pages, v_pages in pools:
+            step = (qkv, k_pages, v_pages, page_table, positions, rope, norms, sinks)
+            out.append(decode_mosaic.decode_attention(*step, plan=plan))
+        return out
+
+    pools = [(arrays.k_pages, arrays.v_pages)] * 2
+    inputs = (arrays.qkv, pools, arrays.page_table, arrays.lengths)
+    text = cases.lower_for_cuda(layers, *inputs, arrays.rope, arrays.norms, arrays.sinks)
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert len(re.findall(r"call @decode_attention\(", text)) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
