@@ -29,16 +29,19 @@ def encode_prompt(model: Model, prompt: Prompt, index: int) -> tuple[int, ...]:
         ids = list(prompt)
         if not ids:
             raise ValueError(f"{where} is an empty list of token ids; give at least one")
-    known = model.config.num_tokens
-    for token in ids:
-        if not isinstance(token, numbers.Integral) or isinstance(token, bool):
-            raise ValueError(f"{where} holds {token!r}; a prompt is a string or a list of int token ids")
-        if not 0 <= token < known:
-            raise ValueError(f"{where} holds token id {token}; this model's ids are 0 to {known - 1}")
     longest = model.config.max_position_embeddings
     if len(ids) > longest:
         raise ValueError(f"{where} has {len(ids)} tokens, but the context of {model.name} is {longest}; shorten it")
-    return tuple(int(token) for token in ids)
+    if set(map(type, ids)) != {int}:  # one pass in C: asking each token costs 3 ms for 2048 of them
+        for token in ids:
+            if not isinstance(token, numbers.Integral) or isinstance(token, bool):
+                raise ValueError(f"{where} holds {token!r}; a prompt is a string or a list of int token ids")
+        ids = [int(token) for token in ids]
+    known = model.config.num_tokens
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < known:
+            raise ValueError(f"{where} holds token id {token}; this model's ids are 0 to {known - 1}")
+    return tuple(ids)
 
 
 @dataclasses.dataclass
