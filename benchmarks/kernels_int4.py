@@ -1,6 +1,6 @@
 """Checks and times the INT4 matrix product: kernel by kernel by CUPTI, and as a chain such as decoding runs.
 
-    python -m benchmarks.kernels_int4            # every case, most telling first, until BUDGET_SECONDS (95) are over
+    python -m benchmarks.kernels_int4            # every case, most telling first, until BUDGET_SECONDS (75) are over
     python -m benchmarks.kernels_int4 chain      # the cases whose name contains the word
 
 Weights are rotated past the L2 cache. TB/s counts the codes only. Prints a line a case; with $OUT set, also appends
@@ -25,10 +25,10 @@ from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.int4_matmul import PackedInt4, dequantize, mosaic, tuning
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan, Schedule
-from pallas_kernels.int4_matmul.stream import stream_of
+from pallas_kernels.int4_matmul.stream import Stream
 
 STARTED = time.perf_counter()
-BUDGET_SECONDS = float(os.environ.get("BUDGET_SECONDS", "95"))
+BUDGET_SECONDS = float(os.environ.get("BUDGET_SECONDS", "75"))
 ROTATED_BYTES = 256 << 20
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -42,7 +42,7 @@ class Case:
     schedule: Schedule | None = None  # None: what tuning chooses
     group: int = 128
     kind: str = "zero_point"
-    read_only: bool = False
+    only: str = ""  # "read": fetch the weights and nothing else; "read x": and x; "": everything
 
     @property
     def chosen(self) -> Schedule:
@@ -52,27 +52,26 @@ class Case:
     @property
     def name(self) -> str:
         s = self.chosen
-        schedule = f"{s.warps}w{s.parts}p{s.strips}s{s.depth}d {s.blocks}b {'bulk' if s.bulk else 'async'}"
+        schedule = f"{s.warps}w{s.parts}p{s.strips}s{s.depth}d{s.ahead} {s.blocks}b"
         other = "" if (self.group, self.kind) == (128, "zero_point") else f" g{self.group} {self.kind}"
-        return f"k{self.k} n{self.n} m{self.m}{other} {schedule}{' read only' if self.read_only else ''}"
+        return f"k{self.k} n{self.n} m{self.m}{other} {schedule} {self.only}".rstrip()
 
 
 UP, DOWN = (4096, 14336), (14336, 4096)
-BULK = Schedule(bulk=True)
-WIDE = Schedule(parts=2, strips=1, bulk=True)
+WIDE = Schedule(warps=16, parts=2, strips=4, depth=3)
+TALL = Schedule(warps=28, parts=1, strips=3, depth=3)
 CASES = [
-    Case(8, *UP, 9.4, Schedule()),
-    Case(8, *UP, 9.3, BULK),
-    Case(8, *UP, 8.9, BULK, read_only=True),
-    Case(8, *DOWN, 9.5, WIDE),
-    Case(16, *UP, 10.1, Schedule(warps=16, blocks=132, bulk=True)),
-    Case(1, *UP, 9.2, BULK),
-    Case(8, 4096, 4096, 4.3, BULK),
-    Case(8, *UP, 9.3, WIDE),
-    Case(8, 4096, 6144, 5.4, BULK),
-    Case(8, *UP, 8.9, Schedule(), read_only=True),
-    Case(32, *UP, 15.0),
-    Case(64, *UP, 27.0),
+    Case(8, *UP, 10.0, WIDE),
+    Case(8, *UP, 9.7, dataclasses.replace(WIDE, ahead=1)),
+    Case(8, *UP, 8.9, WIDE, only="read"),
+    Case(8, *DOWN, 10.3, TALL),
+    Case(16, *UP, 11.2),
+    Case(8, *UP, 11.5, dataclasses.replace(WIDE, ahead=3)),
+    Case(8, 4096, 4096, 5.3),
+    Case(8, *UP, 9.6, WIDE, only="read x"),
+    Case(8, *UP, 9.8, Schedule(warps=16, parts=1, strips=4, depth=4)),
+    Case(8, *DOWN, 10.4, Schedule(warps=8, parts=2, strips=2, depth=3, blocks=264)),
+    Case(64, *UP, 26.0),
 ]
 CHAINS_AFTER = 7
 
@@ -81,13 +80,14 @@ def random_weight(key: jax.Array, case: Case) -> PackedInt4:
     """A weight in the kernel's layout: any bits are valid codes."""
     codes_key, scales_key, offsets_key = jax.random.split(key, 3)
     groups = -(-case.k // case.group)
-    words = jax.random.bits(codes_key, (case.n // 64, case.k // 64, 4, 128), jnp.uint32)
-    scales = jax.random.uniform(scales_key, (groups, case.n), jnp.float32, 0.5, 1.5).astype(BF16)
+    words = jax.random.bits(codes_key, (case.n // 16, case.k // 64, 128), jnp.uint32)
+    shape = (case.n // 16, groups, 16)
+    scales = jax.random.uniform(scales_key, shape, jnp.float32, 0.5, 1.5).astype(BF16)
     offsets = None
     if case.kind == "zero_point":
-        offsets = jax.random.randint(offsets_key, (groups, case.n), 0, 16, jnp.int32).astype(jnp.uint8)
+        offsets = jax.random.randint(offsets_key, shape, 0, 16, jnp.int32).astype(jnp.uint8)
     elif case.kind == "minimum":
-        offsets = (-8.0 * jax.random.uniform(offsets_key, (groups, case.n), jnp.float32, 0.5, 1.5)).astype(BF16)
+        offsets = (-8.0 * jax.random.uniform(offsets_key, shape, jnp.float32, 0.5, 1.5)).astype(BF16)
     codes = lax.bitcast_convert_type(words, jnp.int32)
     return PackedInt4(codes, scales, offsets, None, (case.n, case.k), case.group, "mosaic")
 
@@ -108,29 +108,29 @@ def inputs(m: int, k: int, n: int, group: int, kind: str) -> tuple[jax.Array, ja
     return x, product(x, weights_of(k, n, group, kind)[0])
 
 
-def read(w: Any, plan: Plan, a: mosaic.Arguments, slice_: Any, block: Any) -> None:
+def read(w: Any, plan: Plan, a: mosaic.Arguments, slice_: Any, block: Any, *, with_x: bool) -> None:
     """One warp's part of a kernel that fetches the weights as `mosaic.multiply` does, and only adds up their bits."""
-    stream = stream_of(w, plan, a.weights, slice_, block)
-    zero, one = w.integer(0), w.integer(1)
-    stream.begin()
+    stream = Stream(w, plan, a.weights, slice_, block)
+    zero, total = w.integer(0), w.integer(0)
+    tokens = mosaic.load_tokens(w, plan, a, stream.first_tile) if with_x else []
+    w.warp_barrier()
     for d in range(plan.schedule.depth):
-        stream.start(w.integer(d), w.integer(d))
+        stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
+    for words in (words for steps in tokens for blocks in steps for words in blocks):
+        total = total + words[0] + words[1]
 
     def turn(index: Any, carry: Any) -> Any:
-        slot, parity, next_slot, total = carry
+        slot, next_slot, total = carry
         stream.start(index + plan.schedule.depth, next_slot)
-        stream.wait(slot, parity)
-        for piece in range(plan.warp_tiles * plan.schedule.strips):
-            address = stream.address(slot) + (w.lane * 16 + piece * PIECE_BYTES)
-            for word in w.shared_words(address):
+        stream.wait()
+        for piece in range(plan.warp_tiles):
+            for word in w.shared_words(stream.ring + slot + w.lane * 16, piece * PIECE_BYTES):
                 total = total + word
-        w.block_barrier()
-        last = slot + 1 < plan.slots
-        return stream.after(slot), w.select(last, parity, one - parity), stream.after(next_slot), total
+        return stream.after(slot), stream.after(next_slot), total
 
-    carry = w.loop(stream.count, (zero, zero, w.integer(plan.schedule.depth), zero), turn)
+    carry = w.loop(stream.count, (zero, w.integer(plan.schedule.depth * plan.slot_bytes), total), turn)
     # Something has to depend on the words; this stores once in a million runs.
-    w.store_number(a.out, zero, w.number(1.0), a.out_dtype, carry[3] < -2147483000)
+    w.store_number(a.out, zero, w.number(1.0), a.out_dtype, carry[2] < -2147483000)
 
 
 def timed(function: Callable[..., Any], *arguments: Any, iterations: int = 6) -> tuple[list[float], float]:
@@ -152,15 +152,16 @@ def run(case: Case) -> None:
 
     @jax.jit  # traced and lowered once, however often the timed function calls it
     def product(w: PackedInt4, x: jax.Array) -> jax.Array:
-        if case.read_only:
-            return mosaic.partial_sums(x, w, schedule=schedule, out_dtype=BF16, program=read)
+        if case.only:
+            program = functools.partial(read, with_x=case.only == "read x")
+            return mosaic.partial_sums(x, w, schedule=schedule, out_dtype=BF16, program=program)
         return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=BF16)
 
     started = time.perf_counter()
     first = jax.block_until_ready(product(weights[0], x))
     compile_seconds = time.perf_counter() - started
     note = ""
-    if not case.read_only:
+    if not case.only:
         error = float(jnp.linalg.norm(first.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
         same = all(bool(jnp.array_equal(first, product(weights[0], x))) for _ in range(3))
         note = f"error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'} "
@@ -208,11 +209,9 @@ def report(name: str, us: float, predicted: float, nbytes: float, note: str, rec
 def main() -> None:
     print(jax.__version__, jax.devices()[0].device_kind, flush=True)
     jobs: list[tuple[str, Callable[[], None]]] = [(case.name, functools.partial(run, case)) for case in CASES]
-    early = [dataclasses.replace(s, early_launch=True) for s in (BULK, WIDE)]
-    jobs[CHAINS_AFTER:CHAINS_AFTER] = [
-        ("chain plain", functools.partial(chain, 8, BULK, WIDE, 11.5)),
-        ("chain early launch", functools.partial(chain, 8, *early, 10.5)),
-    ]
+    early = [dataclasses.replace(s, ahead=s.depth, early_launch=True) for s in (WIDE, TALL)]
+    jobs.insert(CHAINS_AFTER, ("chain early launch", functools.partial(chain, 8, *early, 13.0)))
+    jobs.append(("chain plain", functools.partial(chain, 8, WIDE, TALL, 13.5)))
     for name, job in jobs:
         if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
             continue

@@ -66,7 +66,8 @@ def section(name: str, cases: Mapping[Case, Mapping[str, Record]], peers: Mappin
     for case, metrics in cases.items():
         shapes.setdefault((tuple(key for key, _ in case), tuple(metrics)), []).append(case)
     parts = [f"### {name}"]
-    for (keys, metrics), group in shapes.items():
+    for (keys, metrics), unsorted in shapes.items():
+        group = sorted(unsorted, key=lambda case: [(isinstance(value, str), value) for _, value in case])
         peer_of = {"tokens_per_s": "decode", "ttft_ms": "first_token_ms", "ready_cold_s": "ready_s"}
         compared = next((metric for metric in metrics if metric in peer_of), None)
         units = {metric: cases[group[0]][metric]["unit"] for metric in metrics}
@@ -86,10 +87,44 @@ def section(name: str, cases: Mapping[Case, Mapping[str, Record]], peers: Mappin
     return "\n\n".join(parts)
 
 
-def report(records: Iterable[Record], peers: Mapping) -> str:
+def best_match(target: Mapping, table: Mapping[tuple[str, str], Mapping[Case, Mapping[str, Record]]]) -> Record | None:
+    """The record that a target is about: the best, where several cases fit."""
+    sign = 1 if "at_least" in target else -1
+    found = [
+        metrics[target["metric"]]
+        for (device, benchmark), cases in table.items()
+        if benchmark == target["benchmark"] and target["device"] in device
+        for case, metrics in cases.items()
+        if target["metric"] in metrics and target["case"].items() <= dict(case).items()
+    ]
+    return max(found, key=lambda record: sign * record["value"], default=None)
+
+
+def targets_section(targets: Iterable[Mapping], table: Mapping) -> str:
+    """Every target with what was measured: met, missed, or not measured."""
+    rows = []
+    for target in targets:
+        record = best_match(target, table)
+        bound = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
+        if record is None:
+            verdict = "not measured"
+        elif record["value"] >= target.get("at_least", -float("inf")) and record["value"] <= target.get(
+            "at_most", float("inf")
+        ):
+            verdict = "met"
+        else:
+            verdict = "**missed**"
+        case = ", ".join(f"{key} {value}" for key, value in target["case"].items())
+        measured = "" if record is None else f"{record['value']:.4g} {record['unit']}".strip()
+        rows.append([case, target["metric"], bound, measured, verdict, target["device"]])
+    return "## Targets\n\n" + markdown(["case", "metric", "target", "measured", "", "device"], rows)
+
+
+def report(records: Iterable[Record], peers: Mapping, targets: Iterable[Mapping]) -> str:
     """The whole document."""
     parts = [INTRODUCTION.format(source=peers["source"])]
     table = newest(records)
+    parts.append(targets_section(targets, table))
     for device in dict.fromkeys(device for device, _ in table):
         parts.append(f"## {device}")
         parts += [section(name, cases, peers) for (owner, name), cases in table.items() if owner == device]
@@ -104,7 +139,8 @@ def read_records(folder: pathlib.Path) -> list[Record]:
 
 def main() -> None:
     peers = json.loads((ROOT / "peers.json").read_text())
-    DOCUMENT.write_text(report(read_records(RESULTS), peers))
+    targets = json.loads((ROOT / "targets.json").read_text())
+    DOCUMENT.write_text(report(read_records(RESULTS), peers, targets))
     print(f"wrote {DOCUMENT}")
 
 

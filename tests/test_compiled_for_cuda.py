@@ -1,0 +1,119 @@
+"""The programs as XLA compiles them for an H200, on a machine that has none: the cache is updated in place.
+
+Opt-in: runs where the CUDA build of JAX is installed (`pip install 'jax[cuda13]'`), with or without a GPU.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="needs the CUDA build of JAX (jax[cuda13]) to compile for a GPU",
+)
+
+# What the compiler is told of the card it compiles for.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+# A process of its own: the device is pretended, and a kernel for the wrong card would end the process.
+COMPILE = """
+import json, os, re, sys
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jaxinfer import kv_cache, loop, params, steps
+from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
+from jaxinfer.sampling_state import SamplerVariant, SamplingState
+from pallas_kernels import dispatch
+
+program, batch = sys.argv[1], int(sys.argv[2])
+for module in list(sys.modules.values()):
+    if getattr(module, "hopper_refusal", None) is dispatch.hopper_refusal and module is not dispatch:
+        module.hopper_refusal = lambda: None
+dispatch.hopper_refusal = lambda: None
+topology = topologies.get_topology_desc(platform="cuda", target_config=sys.stdin.read(), topology="1x1x1")
+mesh = jax.sharding.Mesh(np.array(topology.devices), ("x",))
+placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+jax.default_backend = lambda: "gpu"
+
+rope = RopeConfig("default", 1e4, 64)
+config = ModelConfig(
+    "llama", 1024, 1000, 512, 1024, 8, 2, 64, (LayerConfig(rope),) * 3, 4096, 1e-5, attention_scale=0.125
+)
+
+def like(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), tree)
+
+def array(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+
+weights = like(jax.eval_shape(lambda: params.random_params(config, jnp.bfloat16, 0)))
+cache = like(jax.eval_shape(lambda: kv_cache.create(config, 32768)))
+rows, table = array(batch), array(batch, 64)
+with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    if program == "decode_chunk":
+        state = loop.DecodeState(
+            tokens=rows, positions=rows, num_generated=rows, max_tokens=rows, stop_ids=array(batch, 1),
+            context_lengths=rows, done=array(batch, dtype=bool), sampling=SamplingState(),
+        )
+        traced = loop.decode_chunk.trace(
+            weights, cache, state, array(batch, dtype=bool), table,
+            config=config, variant=SamplerVariant(1000), num_steps=8,
+        )
+    elif program == "decode":
+        traced = steps.decode.trace(weights, cache, rows, rows, table, config=config)
+    elif program == "verify":
+        traced = steps.verify.trace(weights, cache, array(batch, 5), rows, table, config=config)
+    else:
+        traced = steps.prefill.trace(
+            weights, cache, array(batch, 128), rows, rows, table, config=config, from_empty=program == "first"
+        )
+    compiled = traced.lower().compile()
+memory = compiled.memory_analysis()
+pool = cache.keys[0]
+shape = re.escape("bf16[" + ",".join(map(str, pool.shape)) + "]")
+print(json.dumps({
+    "pools": 2 * config.num_layers * pool.size * 2,
+    "aliased": memory.alias_size_in_bytes,
+    "temporary": memory.temp_size_in_bytes,
+    "copies": len(re.findall(rf"= {shape}\\S* copy\\(", compiled.as_text())),
+    "kernels": compiled.as_text().count("mosaic_gpu_v2"),
+}))
+"""
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("program", ["decode_chunk", "decode", "verify", "prefill", "first"])
+def test_cache_is_updated_in_place(program: str, batch: int) -> None:
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "JAXINFER_COMPILATION_CACHE": "off"}
+    answer = subprocess.run(
+        [sys.executable, "-c", COMPILE, program, str(batch)],
+        input=H200,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    facts = json.loads(answer.stdout.splitlines()[-1])
+    assert facts["copies"] == 0
+    assert facts["aliased"] >= facts["pools"]
+    assert facts["temporary"] < facts["pools"] / 8
+    assert facts["kernels"] == (3 if program in ("decode_chunk", "decode", "verify") else 0)
