@@ -76,17 +76,18 @@ def load(
     `dtype` is that of the weights (default: bfloat16 on a GPU, float32 on a CPU). `random_weights=seed` reads only the
     configuration and makes random weights of that shape on the device, for benchmarks; with `quantize="int4"` those of
     the layers are packed. `packed` says whether 4-bit weights of a GGUF file (Q4_0, Q4_1, Q4_K) stay packed on the
-    device instead of being decoded to `dtype`; the default is yes where a kernel reads them as they are (Hopper GPUs),
-    and no elsewhere, where every product would decode them again. Raises CheckpointError or ValueError, naming the file and the remedy, before anything large is
-    allocated.
+    device instead of being decoded to `dtype`; the default is yes where a kernel reads them as they are (a Hopper GPU,
+    bfloat16), and no elsewhere, where every product would decode them again. Raises CheckpointError or ValueError,
+    naming the file and the remedy, before anything large is allocated.
     """
     if quantize not in (None, "int4"):
         raise ValueError(f"quantize={quantize!r}: known is int4")
     if quantize is not None and random_weights is None:
         raise ValueError("quantize needs random_weights: weights of a checkpoint keep the precision they are stored in")
-    packed = hopper_refusal() is None if packed is None else packed
     enable_persistent_cache()
     weights_dtype = weights_dtype_for(dtype)
+    if packed is None:
+        packed = hopper_refusal() is None and weights_dtype == jnp.bfloat16
     path = _resolve(path_or_name, progress)
     name = os.fspath(path_or_name)
     if path.is_dir():
