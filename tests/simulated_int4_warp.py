@@ -1,6 +1,5 @@
 """The NumPy twin of `pallas_kernels.int4_matmul.warp.Int4Warp`, and the whole kernel run on it."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +19,6 @@ DTYPES = {
 }
 
 
-@dataclasses.dataclass
-class Arrival:
-    """A barrier in shared memory: how many phases have ended, and what the one that runs has announced."""
-
-    phase: int = 0
-    expected: int | None = None
-    copies: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)
-
-
 class SimulatedInt4Warp(SimulatedWarp):
     """Copies arrive as late as they may: when a wait demands them. Until then their destination is NaN."""
 
@@ -36,7 +26,6 @@ class SimulatedInt4Warp(SimulatedWarp):
         self.__dict__ = warp.__dict__
         self.open: list[tuple[int, np.ndarray]] = []
         self.groups: list[list[tuple[int, np.ndarray]]] = []
-        self.arrivals: dict[int, Arrival] = {}
 
     @property
     def bytes(self) -> np.ndarray:
@@ -81,48 +70,15 @@ class SimulatedInt4Warp(SimulatedWarp):
         while len(self.groups) > pending:
             self._place(self.groups.pop(0))
 
-    def copy_bulk(
-        self,
-        address: np.ndarray,
-        ref: np.ndarray,
-        offset: np.ndarray,
-        size: int,
-        barrier: np.ndarray,
-        predicate: np.ndarray,
-    ) -> None:
-        for lane in np.flatnonzero(predicate):
-            arrival = self.arrivals[int(barrier[lane])]
-            arrival.copies.append(self._fetch(int(address[lane]), ref, int(offset[lane]), size))
-
-    def one_lane(self) -> np.ndarray:
-        return self.lane == 7
-
-    def arrival_init(self, barrier: np.ndarray, predicate: np.ndarray) -> None:
-        for lane in np.flatnonzero(predicate):
-            assert barrier[lane] % 8 == 0
-            self.arrivals[int(barrier[lane])] = Arrival()
-
-    def arrival_init_fence(self) -> None:
-        pass
-
-    def arrival_expect(self, barrier: np.ndarray, size: int, predicate: np.ndarray) -> None:
-        for lane in np.flatnonzero(predicate):
-            arrival = self.arrivals[int(barrier[lane])]
-            assert arrival.expected is None, "a second arrival in one phase"
-            arrival.expected = size
-
-    def arrival_wait(self, barrier: np.ndarray, parity: np.ndarray) -> None:
-        arrival = self.arrivals[int(uniform(barrier))]
-        assert uniform(parity) == arrival.phase % 2, "this wait would not wait, or for ever"
-        assert arrival.expected == sum(data.size for _, data in arrival.copies)
-        self._place(arrival.copies)
-        self.arrivals[int(uniform(barrier))] = Arrival(arrival.phase + 1)
-
     def warp_barrier(self) -> None:
         pass  # the 32 lanes of a simulated warp are always together
 
     def early_launch_wait(self) -> None:
         pass
+
+    def fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        assert a.dtype == b.dtype == c.dtype == np.float32
+        return (a.astype(np.float64) * b + c).astype(np.float32)
 
     def codes(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
         bits = word.view(np.uint32)
@@ -131,28 +87,39 @@ class SimulatedInt4Warp(SimulatedWarp):
             for i in range(4)
         )
 
-    def load_two_words(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> tuple[np.ndarray, ...]:
-        return self.load_words(ref, offset, 2, predicate)
+    def load_words(
+        self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray | None, constant: int = 0
+    ) -> tuple[np.ndarray, ...]:
+        keep = np.ones(32, bool) if predicate is None else predicate
+        return super().load_words(ref, offset, count, keep, constant)
 
-    def shared_words(self, address: np.ndarray) -> tuple[np.ndarray, ...]:
+    def shared_words(self, address: np.ndarray, constant: int = 0) -> tuple[np.ndarray, ...]:
+        address = address + constant
         assert (address % 16 == 0).all(), "unaligned shared read"
         words = self.bytes.view(np.int32)
         return tuple(words[address // 4 + i] for i in range(4))
 
-    def shared_store(self, address: np.ndarray, value: np.ndarray, predicate: np.ndarray | None = None) -> None:
+    def shared_store(
+        self, address: np.ndarray, value: np.ndarray, predicate: np.ndarray | None = None, constant: int = 0
+    ) -> None:
         assert value.dtype == np.float32
         keep = np.ones(32, bool) if predicate is None else predicate
-        self.bytes.view(np.float32)[address[keep] // 4] = value[keep]
+        self.bytes.view(np.float32)[(address[keep] + constant) // 4] = value[keep]
 
     def when(self, condition: np.ndarray, body: Callable[[], None]) -> None:
         if uniform(condition):
             body()
 
-    def shared_number(self, address: np.ndarray, dtype: str, constant: int = 0) -> np.ndarray:
+    def shared_number(self, address: np.ndarray, constant: int = 0) -> np.ndarray:
+        assert ((address + constant) % 4 == 0).all(), "unaligned shared read"
+        return self.bytes.view(np.float32)[(address + constant) // 4]
+
+    def shared_pair(self, address: np.ndarray, dtype: str, constant: int = 0) -> tuple[np.ndarray, ...]:
         kind = DTYPES[dtype]
-        assert (address + constant >= 0).all()
-        assert ((address + constant) % kind.itemsize == 0).all(), "unaligned shared read"
-        return self.bytes.view(kind)[(address + constant) // kind.itemsize].astype(np.float32)
+        # Two numbers come in one read, except two float32.
+        assert ((address + constant) % min(4, 2 * kind.itemsize) == 0).all(), "unaligned shared read"
+        first = (address + constant) // kind.itemsize
+        return tuple(self.bytes.view(kind)[first + i].astype(np.float32) for i in range(2))
 
     def store_number(
         self, ref: np.ndarray, offset: np.ndarray, value: np.ndarray, dtype: str, predicate: np.ndarray

@@ -88,7 +88,7 @@ def test_reference_multiplies_by_a_code_book() -> None:
         (7, 96, 576, 128, "zero_point", np.float16),
         (16, 192, 576, -1, "minimum", np.float32),
         (17, 32, 1536, 128, "minimum", BF16),
-        (8, 64, 1156, 16, "zero_point", BF16),
+        (8, 64, 1160, 16, "zero_point", BF16),
         (40, 64, 256, 128, "zero_point", BF16),
     ],
 )
@@ -103,11 +103,11 @@ def test_hopper_kernel_on_simulated_warps(rows, out_features, in_features, group
     "schedule",
     [
         Schedule(warps=4, blocks=2),
-        Schedule(warps=4, parts=2, strips=1, depth=1, blocks=1),
-        Schedule(warps=8, strips=4, depth=2, blocks=3),
-        Schedule(warps=16, strips=2, depth=4, blocks=7),
-        Schedule(warps=4, parts=2, strips=4, depth=1, blocks=2, bulk=True),
-        Schedule(warps=8, strips=1, depth=2, blocks=2, bulk=True),
+        Schedule(warps=4, parts=1, strips=1, depth=1, blocks=1),
+        Schedule(warps=8, parts=1, strips=3, depth=2, blocks=3),
+        Schedule(warps=12, parts=1, strips=2, depth=4, blocks=7),
+        Schedule(warps=16, parts=2, strips=8, depth=1, blocks=2),
+        Schedule(warps=4, parts=3, strips=2, depth=2, blocks=4),
     ],
 )
 def test_every_schedule_computes_the_same(schedule: Schedule) -> None:
@@ -124,7 +124,7 @@ def test_kernel_lowers_for_cuda(rows: int, out_features: int, in_features: int) 
 
 
 @pytest.mark.parametrize(
-    "schedule", [Schedule(warps=4), Schedule(parts=2, strips=1), Schedule(bulk=True, early_launch=True)]
+    "schedule", [Schedule(warps=4), Schedule(warps=28, parts=1, strips=2), Schedule(early_launch=True)]
 )
 def test_schedules_lower_for_cuda(schedule: Schedule) -> None:
     lower(8, 256, 1024, 128, "zero_point", schedule)
@@ -132,18 +132,12 @@ def test_schedules_lower_for_cuda(schedule: Schedule) -> None:
 
 def lower(rows, out_features, in_features, group_size, kind, schedule) -> None:
     weight = jax.eval_shape(lambda: to_mosaic(jax.tree.map(jnp.asarray, make(64, in_features, group_size, kind)[0])))
-    padded = -(-out_features // 64)
-    weight = PackedInt4(
-        jax.ShapeDtypeStruct((padded, *weight.codes.shape[1:]), jnp.int32),
-        *(
-            None if a is None else jax.ShapeDtypeStruct((a.shape[0], 64 * padded), a.dtype)
-            for a in (weight.scales, weight.offsets)
-        ),
-        None,
-        (out_features, in_features),
-        weight.group_size,
-        "mosaic",
+    strips = -(-out_features // 16)
+    codes, scales, offsets = (
+        None if a is None else jax.ShapeDtypeStruct((strips, *a.shape[1:]), a.dtype)
+        for a in (weight.codes, weight.scales, weight.offsets)
     )
+    weight = PackedInt4(codes, scales, offsets, None, (out_features, in_features), weight.group_size, "mosaic")
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     x = jax.ShapeDtypeStruct((rows, in_features), jnp.bfloat16)
 
@@ -163,13 +157,13 @@ def test_plan_gives_every_unit_to_one_block_and_all_blocks_are_resident_at_once(
     for rows, (n, k), group_size in itertools.product((1, 8, 16, 32, 64), shapes, (16, 32, 128)):
         scales = np.zeros(0, np.float32)
         plan = tuning.plan_for(rows, PackedInt4(None, scales, scales, None, (n, k), min(k, group_size), "mosaic"))
-        bounds = [b * plan.units // plan.blocks_per_slice for b in range(plan.blocks_per_slice + 1)]
+        bounds = [b * plan.strips // plan.blocks_per_slice for b in range(plan.blocks_per_slice + 1)]
         counts = np.diff(bounds)
-        assert bounds[-1] * plan.unit_rows == plan.padded_features
+        assert bounds[-1] == plan.strips
         assert counts.min() >= 1
         assert counts.max() - counts.min() <= 1
-        resident = 2 if rows <= 16 else 1
-        assert plan.slices * plan.blocks_per_slice <= 132 * resident
+        resident = plan.schedule.blocks // 132
+        assert plan.slices * plan.blocks_per_slice <= plan.schedule.blocks
         assert (plan.shared_bytes + 1024) * resident <= 228 * 1024
 
 

@@ -92,27 +92,29 @@ def test_awq_zero_points_0_and_15_stay_what_they_are() -> None:
     assert np.array_equal(np.asarray(dequantize(to_mosaic(weight))), [[0.0, 1.0, 0.0, -7.0]])
 
 
-def test_a_word_holds_what_the_diagram_says() -> None:
+@pytest.mark.parametrize(("group_size", "first_column"), [(64, 32 * 1 + 8 * 1 + 4 * 1), (16, 16 * 3 + 4 * 1)])
+def test_a_word_holds_what_the_diagram_says(group_size: int, first_column: int) -> None:
     codes = np.zeros((64, 64), np.uint8)
     strip, lane, step = 2, 13, 3
-    row, column = 16 * strip + lane // 4, 16 * step + 4 * (lane % 4)
-    places = [(row, column), (row + 8, column), (row, column + 2), (row + 8, column + 2)]
-    places += [(r, c + 1) for r, c in places]
+    row = 16 * strip + lane // 4
+    places = [(row + half, first_column + column) for column in (0, 2, 1, 3) for half in (0, 8)]
     for value, place in enumerate(places, start=1):
         codes[place] = value
-    words = to_mosaic(from_codes(codes, np.ones((64, 1), BF16), group_size=64)).codes
-    assert words.shape == (1, 1, 4, 128)
-    assert words[0, 0, strip, 4 * lane + step] == np.uint32(0x87654321).view(np.int32)
+    words = to_mosaic(from_codes(codes, np.ones((64, 64 // group_size), BF16), group_size=group_size)).codes
+    assert words.shape == (4, 1, 128)
+    assert words[strip, 0, 4 * lane + step] == np.uint32(0x87654321).view(np.int32)
     assert np.count_nonzero(words) == 1
 
 
 def test_padding_has_codes_and_scales_of_zero() -> None:
     _, weight = make(0, 70, 100, 32, "minimum")
     mosaic = to_mosaic(weight)
-    assert mosaic.codes.shape == (2, 2, 4, 128)
-    assert mosaic.scales.shape == mosaic.offsets.shape == (4, 128)
-    assert not np.any(mosaic.scales[:, 70:].astype(np.float32))
-    whole = unpack_codes(PackedInt4(mosaic.codes, None, None, None, (128, 128), 128, "mosaic"))
+    assert mosaic.codes.shape == (5, 2, 128)
+    assert mosaic.scales.shape == mosaic.offsets.shape == (5, 4, 16)
+    # Rows 64 to 69 are the last strip's first six, in places 0, 2, ..., 10.
+    padding = np.delete(mosaic.scales[4].astype(np.float32), np.arange(0, 12, 2), axis=1)
+    assert not np.any(padding)
+    whole = unpack_codes(PackedInt4(mosaic.codes, None, None, None, (80, 128), 128, "mosaic"))
     assert not np.any(whole[70:])
     assert not np.any(whole[:, 100:])
 

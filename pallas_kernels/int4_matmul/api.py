@@ -85,8 +85,8 @@ def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedI
         return "it has no code books"
     if w.num_groups > 1 and w.group_size not in (16, 32, 64) and w.group_size % PART:
         return f"it takes groups of 16, 32, 64 or a multiple of {PART}, or one group, not {w.group_size}"
-    if w.shape[1] % 4:
-        return f"it needs in_features divisible by 4, not {w.shape[1]}"
+    if w.shape[1] % 8:
+        return f"it needs in_features divisible by 8, not {w.shape[1]}"
     for name, kind in (("scales", w.scales.dtype), ("results", jnp.dtype(out_dtype))):
         if kind not in FLOATS:
             return f"it has {name} of bfloat16, float16 or float32, not {kind}"

@@ -2,11 +2,11 @@
 
 The product is computed as out^T = W x^T: 16 output features are the large operand of `mma.m16n8k16`, 8 tokens the small
 one. A warp owns 128 or 256 inputs for the whole kernel and keeps their x in registers, in fragment order; a block's
-warps own neighbouring inputs and walk together through units of output features. Weights and scales travel by
-asynchronous copies into a ring that each warp has for itself, several units ahead, and each lane reads back what it
-has copied, so the loop needs no barrier for them. The warps' sums of a unit are added in shared memory in a fixed
-order, so results are reproducible. Blocks that share an output feature write float32 partial sums, which XLA adds
-inside whatever comes next.
+warps own neighbouring inputs and walk through strips of 16 output features. Weights and scales travel by asynchronous
+copies into a ring that each warp has for itself, several strips ahead, and each lane reads back the words it has
+copied, so the loop needs no barrier for them. After every few strips the warps' sums are added in shared memory in a
+fixed order, so results are reproducible. Blocks that share an output feature write float32 partial sums, which XLA adds
+inside whatever comes next; sixteen warps of 256 inputs need none for up to 4096 inputs.
 
 Codes become bf16 by bit tricks (0x4300 | code is 128 + code). Scale, zero point or minimum enter once a group:
 
@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.int4_matmul.packing import Kind, PackedInt4
-from pallas_kernels.int4_matmul.plan import COLUMNS, PIECE_BYTES, STRIP, Plan, Schedule
-from pallas_kernels.int4_matmul.stream import Weights, stream_of
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, Kind, PackedInt4, steps_per_run
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan, Schedule
+from pallas_kernels.int4_matmul.stream import Stream, Weights
 from pallas_kernels.int4_matmul.warp import Int4Warp
 
 ONES = 0x3F803F80  # two bfloat16
@@ -52,106 +52,130 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """One warp's work: the instructions are emitted through `w`, an Int4Warp (or its NumPy twin in the tests)."""
     schedule = plan.schedule
     group, quad = w.lane // 4, w.lane % 4
-    zero, one = w.integer(0), w.integer(1)
-    stream = stream_of(w, plan, a.weights, slice_, block)
+    zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
+    stream = Stream(w, plan, a.weights, slice_, block)
 
-    stream.begin()
-    for d in range(schedule.depth):
-        stream.start(w.integer(d), w.integer(d))
+    def fill(strips: range) -> None:
+        for d in strips:
+            stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
+        w.warp_barrier()  # ptxas would move the loads of x to where it is used, behind all weights
+
+    fill(range(schedule.ahead))
     if schedule.early_launch:
         w.early_launch_wait()
+    tokens = load_tokens(w, plan, a, stream.first_tile)
+    w.warp_barrier()
+    fill(range(schedule.ahead, schedule.depth))
 
-    tokens = []  # [tile][step][token block]: two words of x in fragment order
-    for t in range(plan.warp_tiles):
-        steps = []
-        for s in range(COLUMNS // 16):
-            column = (stream.first_tile + t) * COLUMNS + 16 * s + quad * 4
-            blocks = []
-            for b in range(plan.token_blocks):
-                token = group + 8 * b
-                inside = (token < plan.rows) & (column < plan.in_features)
-                blocks.append(w.load_two_words(a.x, token * plan.in_features + column, inside))
-            steps.append(blocks)
-        tokens.append(steps)
-    step_of = [(t, s) for t in range(plan.warp_tiles) for s in range(COLUMNS // 16)]
+    nothing, ones = [w.number(0.0)] * 4, [w.integer(ONES)] * 4
+    steps = [(t, s) for t in range(plan.warp_tiles) for s in range(COLUMNS // 16)]
     per_segment = plan.segment // 16
-    segments = [step_of[i : i + per_segment] for i in range(0, len(step_of), per_segment)]
-    nothing = [w.number(0.0)] * 4
-    ones = [w.integer(ONES)] * 4
+    segments = [steps[i : i + per_segment] for i in range(0, len(steps), per_segment)]
     token_sums = []  # [segment][token block]: sums of x of this lane's two tokens
-    for steps in segments:
+    for segment in segments:
         sums = [nothing] * plan.token_blocks
-        for t, s in steps:
+        for t, s in segment:
             sums = [w.mma(total, ones, words) for total, words in zip(sums, tokens[t][s], strict=True)]
         token_sums.append([total[:2] for total in sums])
 
     def turn(index: Any, carry: Any) -> Any:
-        slot, parity, next_slot, buffer = carry
+        slot, next_slot, place, buffer, end = carry
         stream.start(index + schedule.depth, next_slot)
-        stream.wait(slot, parity)
-        address = stream.address(slot)
-        pieces = {
-            (t, j): w.shared_words(address + (w.lane * 16 + (t * schedule.strips + j) * PIECE_BYTES))
-            for t in range(plan.warp_tiles)
-            for j in range(schedule.strips)
-        }
-        sums = (buffer * schedule.warps + w.warp) * plan.sums_bytes + plan.sums_start
-        for j in range(schedule.strips):
-            totals = [nothing] * plan.token_blocks
-            for segment, steps in enumerate(segments):
-                products = [nothing] * plan.token_blocks
-                for t, s in steps:
-                    codes = w.codes(pieces[t, j][s])
-                    products = [w.mma(p, codes, words) for p, words in zip(products, tokens[t][s], strict=True)]
-                scale, bias = scale_and_bias(address, segment, j)
-                totals = [
-                    [total[e] + scale[e // 2] * product[e] + bias[e // 2] * of_tokens[e % 2] for e in range(4)]
-                    for total, product, of_tokens in zip(totals, products, token_sums[segment], strict=True)
-                ]
-            for b, total in enumerate(totals):
-                for e in range(4):
-                    token, row = quad * 2 + (8 * b + e % 2), group + (STRIP * j + 8 * (e // 2))
-                    inside = None if 8 * b + 8 <= plan.rows else token < plan.rows
-                    w.shared_store(sums + token * plan.sums_stride + row * 4, total[e], inside)
-        w.block_barrier()
-        store(stream.first_unit + index, buffer)
-        last = slot + 1 < plan.slots
-        return stream.after(slot), w.select(last, parity, one - parity), stream.after(next_slot), one - buffer
+        stream.wait()
+        base = stream.ring + slot
+        pieces = [w.shared_words(base + w.lane * 16, t * PIECE_BYTES) for t in range(plan.warp_tiles)]
+        totals = [nothing] * plan.token_blocks
+        for i, segment in enumerate(segments):
+            products = [nothing] * plan.token_blocks
+            for t, s in segment:
+                codes = w.codes(pieces[t][s])
+                products = [w.mma(p, codes, words) for p, words in zip(products, tokens[t][s], strict=True)]
+            scale, bias = scale_and_bias(base, i)
+            totals = [
+                [w.fma(scale[e // 2], product[e], w.fma(bias[e // 2], of_tokens[e % 2], total[e])) for e in range(4)]
+                for total, product, of_tokens in zip(totals, products, token_sums[i], strict=True)
+            ]
+        sums = buffer + place * plan.strip_bytes + (w.warp * plan.sums_bytes + plan.sums_start)
+        sums = sums + quad * (2 * plan.token_bytes) + group * 4
+        for b, total in enumerate(totals):
+            for e in range(4):
+                inside = None if 8 * b + 8 <= plan.rows else quad * 2 + (8 * b + e % 2) < plan.rows
+                w.shared_store(sums, total[e], inside, (8 * b + e % 2) * plan.token_bytes + 32 * (e // 2))
 
-    def scale_and_bias(address: Any, segment: int, j: int) -> tuple[list[Any], list[Any]]:
-        """Of this lane's two rows of strip j."""
-        scales, biases = [], []
-        for half in range(2):
-            row = segment * plan.unit_rows + STRIP * j + 8 * half
-            start_of = plan.words_bytes + row * plan.scale_bytes
-            scale = w.shared_number(address + group * plan.scale_bytes, a.scale_dtype, start_of)
-            if a.kind == "symmetric":
-                bias = scale * -136.0
-            else:
-                start_of = plan.words_bytes + plan.scales_bytes + row * plan.offset_bytes
-                offset = w.shared_number(address + group * plan.offset_bytes, a.offset_dtype, start_of)
-                bias = scale * (offset * -1.0 - 128.0) if a.kind == "zero_point" else scale * -128.0 + offset
-            scales.append(scale)
-            biases.append(bias)
-        return scales, biases
+        done, following = place + 1, index + 1
+        full = end <= following
 
-    def store(unit: Any, buffer: Any) -> None:
-        """Adds the warps' sums of a unit, in order, and writes them."""
-        outputs = plan.rows * plan.unit_rows
-        for base in range(0, outputs, plan.threads):
+        def add() -> None:
+            w.block_barrier()
+            store(stream.first_strip + following - done, done, buffer)
+
+        w.when(full, add)
+        return (
+            stream.after(slot),
+            stream.after(next_slot),
+            w.select(full, zero, done),
+            w.select(full, other_buffer - buffer, buffer),
+            w.select(full, at_most(end + schedule.strips), end),
+        )
+
+    def at_most(index: Any) -> Any:
+        return w.select(index < stream.count, index, stream.count)
+
+    def scale_and_bias(base: Any, segment: int) -> tuple[Any, Any]:
+        """Two each, of this lane's two rows."""
+        place = plan.words_bytes + segment * STRIP * plan.scale_bytes
+        scale = w.shared_pair(base + group * (2 * plan.scale_bytes), a.scale_dtype, place)
+        if a.kind == "symmetric":
+            return scale, [s * -136.0 for s in scale]
+        place = plan.offsets_start + segment * STRIP * plan.offset_bytes
+        offset = w.shared_pair(base + group * (2 * plan.offset_bytes), a.offset_dtype, place)
+        if a.kind == "zero_point":
+            return scale, [s * (o * -1.0 - 128.0) for s, o in zip(scale, offset, strict=True)]
+        return scale, [w.fma(s, w.number(-128.0), o) for s, o in zip(scale, offset, strict=True)]
+
+    def store(first_strip: Any, strips: Any, buffer: Any) -> None:
+        """Adds the warps' sums of some strips, in order, and writes them."""
+        for base in range(0, schedule.strips * plan.rows * STRIP, plan.threads):
             index = w.thread + base
-            token, row = index // plan.unit_rows, index % plan.unit_rows
-            inside = index < outputs
-            feature = unit * plan.unit_rows + row
-            address = (token * plan.sums_stride + row * 4) + plan.sums_start
-            address = w.select(inside, address + buffer * (schedule.warps * plan.sums_bytes), zero)
-            total = w.shared_number(address, "float32")
+            row, token, strip = index % STRIP, index // STRIP % plan.rows, index // (STRIP * plan.rows)
+            feature = (first_strip + strip) * STRIP + row
+            inside = (strip < strips) & (feature < plan.out_features)
+            address = strip * plan.strip_bytes + token * plan.token_bytes + row * 4
+            address = w.select(inside, buffer + address, zero)
+            total = w.shared_number(address, plan.sums_start)
             for other in range(1, schedule.warps):
-                total = total + w.shared_number(address, "float32", other * plan.sums_bytes)
-            offset = (slice_ * plan.rows + token) * plan.out_features + feature
-            w.store_number(a.out, offset, total, a.out_dtype, inside & (feature < plan.out_features))
+                total = total + w.shared_number(address, plan.sums_start + other * plan.sums_bytes)
+            w.store_number(
+                a.out, (slice_ * plan.rows + token) * plan.out_features + feature, total, a.out_dtype, inside
+            )
 
-    w.loop(stream.count, (zero, zero, w.integer(schedule.depth), zero), turn)
+    next_slot, end = w.integer(schedule.depth * plan.slot_bytes), at_most(w.integer(schedule.strips))
+    w.loop(stream.count, (zero, next_slot, zero, zero, end), turn)
+
+
+def load_tokens(w: Any, plan: Plan, a: Arguments, first_tile: Any) -> list[list[list[Any]]]:
+    """The warp's x, [tile][step][token block], two words a lane in the order of an mma's small operand."""
+    group, quad, run = w.lane // 4, w.lane % 4, steps_per_run(plan.group_size)
+    column = first_tile * COLUMNS + quad * (4 * run)
+    offset = group * plan.in_features + column
+
+    def load(first_column: int, b: int) -> list[Any]:
+        """Two words for each step of the run that begins at a column."""
+        inside = column + first_column < plan.in_features if plan.ragged else None
+        if 8 * b + 8 > plan.rows:
+            within = group + 8 * b < plan.rows
+            inside = within if inside is None else inside & within
+        words = w.load_words(a.x, offset, 2 * run, inside, 8 * b * plan.in_features + first_column)
+        return [words[2 * i : 2 * i + 2] for i in range(run)]
+
+    tokens = []
+    for t in range(plan.warp_tiles):
+        steps = []
+        for first_step in range(0, COLUMNS // 16, run):
+            blocks = [load(t * COLUMNS + 16 * first_step, b) for b in range(plan.token_blocks)]
+            steps += [[words[i] for words in blocks] for i in range(run)]
+        tokens.append(steps)
+    return tokens
 
 
 def arguments_of(weight: PackedInt4, *, out_dtype: str, **arrays: Any) -> Arguments:

@@ -14,8 +14,13 @@ from jax import lax
 Layout = Literal["canonical", "mosaic"]
 Kind = Literal["symmetric", "zero_point", "minimum", "code_book"]
 
-TILE = 64
-"""The Mosaic kernel's tiles are 64 x 64."""
+STRIP, COLUMNS = 16, 64
+"""Output features and inputs of a tile of the mosaic layout."""
+
+
+def steps_per_run(group_size: int) -> int:
+    """Steps of 16 inputs in which a lane's inputs are neighbours: one load of x covers them. They share a group."""
+    return 1 if group_size < 32 else 2
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +36,7 @@ class PackedInt4:
     | layout | codes | scales, offsets |
     |---|---|---|
     | canonical | uint8[out, ceil(in / 2)], the even input in the low half | [out, groups] |
-    | mosaic | int32[ceil(out / 64), ceil(in / 64), 4, 128], see `to_mosaic` | [groups, out rounded up to 64] |
+    | mosaic | int32[ceil(out / 16), ceil(in / 64), 128], see `to_mosaic` | [ceil(out / 16), groups, 16] |
 
     `shape` is (out_features, in_features) without padding.
     """
@@ -88,51 +93,65 @@ def unpack_codes(weight: PackedInt4) -> Any:
     if weight.layout == "canonical":
         halves = xp.stack([weight.codes & xp.uint8(15), weight.codes >> xp.uint8(4)], axis=-1)
         return halves.reshape(out_features, -1)[:, :in_features]
-    row_tiles, column_tiles = weight.codes.shape[:2]
-    words = _bits(weight.codes, jnp.uint32).reshape(row_tiles, column_tiles, 4, 8, 4, 4)
-    # Axes: row tile, column tile, strip, row, lane of four, step; then the element, the pair of columns, the row half.
+    strips, column_tiles = weight.codes.shape[:2]
+    run = steps_per_run(weight.group_size)
+    words = _bits(weight.codes, jnp.uint32)
     nibbles = xp.stack([(words >> xp.uint32(4 * i)) & xp.uint32(15) for i in range(8)], axis=-1).astype(xp.uint8)
-    nibbles = nibbles.reshape(row_tiles, column_tiles, 4, 8, 4, 4, 2, 2, 2)
-    codes = nibbles.transpose(0, 2, 8, 3, 1, 5, 4, 7, 6).reshape(row_tiles * TILE, column_tiles * TILE)
+    # Axes: strip, column tile, row, lane of four, run, step of the run, element, pair of columns, row half.
+    nibbles = nibbles.reshape(strips, column_tiles, 8, 4, 4 // run, run, 2, 2, 2)
+    codes = nibbles.transpose(0, 8, 2, 1, 4, 3, 5, 7, 6).reshape(strips * STRIP, column_tiles * COLUMNS)
     return codes[:out_features, :in_features]
+
+
+def by_row(values: Any, out_features: int) -> Any:
+    """Scales or offsets [strips, groups, 16] of the mosaic layout as [out_features, groups]."""
+    strips, groups, _ = values.shape
+    return values.reshape(strips, groups, 8, 2).transpose(0, 3, 2, 1).reshape(-1, groups)[:out_features]
 
 
 def to_mosaic(weight: PackedInt4) -> PackedInt4:
     """Repacks a canonical weight into the order in which the Hopper kernel's threads hold it.
 
-    A 64 x 64 tile is 512 words: four strips of 16 rows, a strip's words in the order of a warp's lanes, a lane's four
-    words one for each step of 16 columns. A word's nibbles are what `mma.m16n8k16` wants of its lane, with the step's
-    columns in an order in which a lane's four of them are neighbours, so that x is read in 8-byte pieces:
+    A strip is 16 rows. Its tiles of 64 columns follow each other, 128 words each, in the order of a warp's lanes, a
+    lane's four words one for each step of 16 columns. A word's nibbles are what `mma.m16n8k16` wants of its lane, with
+    the columns of two steps in an order in which a lane's eight of them are neighbours, so that x is read in 16-byte
+    pieces:
 
         bits    0-3      4-7      8-11     12-15    16-19    20-23    24-27    28-31
         row     r        r + 8    r        r + 8    r        r + 8    r        r + 8      r = 16 strip + lane // 4
-        column  c        c        c + 2    c + 2    c + 1    c + 1    c + 3    c + 3      c = 16 step + 4 (lane % 4)
+        column  c        c        c + 2    c + 2    c + 1    c + 1    c + 3    c + 3
 
-    so that `(word >> 4i) & 0x000F000F` is one register of two neighbouring columns. Padded codes are 0 under a scale
-    of 0.
+        c = 32 (step // 2) + 8 (lane % 4) + 4 (step % 2), or 16 step + 4 (lane % 4) if a group has less than 32 columns
+
+    so that `(word >> 4i) & 0x000F000F` is one register of two neighbouring columns. A group's 16 scales are in the
+    order of rows 0, 8, 1, 9, ..., so that a lane's two are neighbours. Padded codes are 0 under a scale of 0.
     """
     if weight.layout != "canonical":
         raise ValueError(f"to_mosaic takes a canonical weight; this one has layout {weight.layout!r}")
     xp = weight.codes.__array_namespace__()
     codes = unpack_codes(weight)
-    pad_rows, pad_columns = (-size % TILE for size in weight.shape)
+    pad_rows, pad_columns = -codes.shape[0] % STRIP, -codes.shape[1] % COLUMNS
     codes = xp.pad(codes, ((0, pad_rows), (0, pad_columns)))
-    row_tiles, column_tiles = codes.shape[0] // TILE, codes.shape[1] // TILE
-    # Axes: row tile, strip, row half, row, column tile, step, lane of four, pair of columns, element.
-    nibbles = codes.reshape(row_tiles, 4, 2, 8, column_tiles, 4, 4, 2, 2).transpose(0, 4, 1, 3, 6, 5, 8, 7, 2)
-    nibbles = nibbles.reshape(row_tiles, column_tiles, 4, 128, 8)
+    strips, column_tiles = codes.shape[0] // STRIP, codes.shape[1] // COLUMNS
+    run = steps_per_run(weight.group_size)
+    # Axes: strip, row half, row, column tile, run, lane of four, step of the run, pair of columns, element.
+    nibbles = codes.reshape(strips, 2, 8, column_tiles, 4 // run, 4, run, 2, 2).transpose(0, 3, 2, 5, 4, 6, 8, 7, 1)
+    nibbles = nibbles.reshape(strips, column_tiles, 128, 8)
     words = xp.zeros(nibbles.shape[:-1], xp.uint32)
     for i in range(8):
         words = words | (nibbles[..., i].astype(xp.uint32) << xp.uint32(4 * i))
 
-    def by_group(values):
-        return None if values is None else xp.pad(values, ((0, pad_rows), (0, 0))).T.copy()
+    def by_strip(values):
+        if values is None:
+            return None
+        values = xp.pad(values, ((0, pad_rows), (0, 0))).reshape(strips, 2, 8, -1)
+        return values.transpose(0, 3, 2, 1).reshape(strips, -1, STRIP)
 
     return dataclasses.replace(
         weight,
         codes=_bits(words, jnp.int32),
-        scales=by_group(weight.scales),
-        offsets=by_group(weight.offsets),
+        scales=by_strip(weight.scales),
+        offsets=by_strip(weight.offsets),
         layout="mosaic",
     )
 
@@ -142,9 +161,12 @@ def to_canonical(weight: PackedInt4) -> PackedInt4:
     if weight.layout == "canonical":
         return weight
     rows = weight.shape[0]
-    offsets = None if weight.offsets is None else weight.offsets[:, :rows].T.copy()
     return from_codes(
-        unpack_codes(weight), weight.scales[:, :rows].T.copy(), offsets, group_size=weight.group_size, book=weight.book
+        unpack_codes(weight),
+        by_row(weight.scales, rows),
+        None if weight.offsets is None else by_row(weight.offsets, rows),
+        group_size=weight.group_size,
+        book=weight.book,
     )
 
 

@@ -2,37 +2,34 @@
 
 import dataclasses
 
-from pallas_kernels.int4_matmul.packing import PackedInt4
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4
 
-COLUMNS = 64
-"""Inputs of a packed tile."""
-STRIP = 16
-"""Output features of one `mma`."""
 PIECE_BYTES = 512
-"""A strip of one tile, 16 x 64 codes: one 16-byte word for each lane of a warp."""
+"""A tile of 16 x 64 codes: one 16-byte word for each lane of a warp."""
 PART = 128
 """Inputs that a warp multiplies at least: two tiles."""
 ROW_PADDING = 4
-"""Floats between the rows of sums, so that a warp's stores fall into 32 different banks."""
+"""Floats between the tokens of a strip's sums, so that a warp's stores fall into 32 different banks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """What tuning chooses.
 
-    A thread block holds `warps` (a multiple of 4) x `parts` x 128 inputs of x in registers and walks through units of
-    `strips` x 16 output features, each warp keeping `depth` units of weights in flight. At most `blocks` blocks are
-    launched, or one for each slice of the inputs: they should all be resident at once, since a second wave doubles the
-    time. With `bulk` the copy engine moves the weights, otherwise each lane its own words. `early_launch` lets blocks
-    start, and fetch weights, while the kernel before still runs; that kernel must not have written the weights.
+    A thread block holds `warps` (a multiple of 4) x `parts` x 128 inputs of x in registers and walks through strips of
+    16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are added after every
+    `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
+    resident at once, since a second wave doubles the time. `ahead` of the `depth` strips are asked for before x.
+    `early_launch` lets blocks start, and fetch those strips, while the kernel before still runs; that kernel must not
+    have written the weights.
     """
 
-    warps: int = 8
-    parts: int = 1
-    strips: int = 2
+    warps: int = 16
+    parts: int = 2
+    strips: int = 4
     depth: int = 3
-    blocks: int = 264
-    bulk: bool = False
+    ahead: int = 0
+    blocks: int = 132
     early_launch: bool = False
 
 
@@ -68,6 +65,10 @@ class Plan:
         return -(-self.rows // 8)
 
     @property
+    def strips(self) -> int:
+        return -(-self.out_features // STRIP)
+
+    @property
     def column_tiles(self) -> int:
         return -(-self.in_features // COLUMNS)
 
@@ -76,16 +77,16 @@ class Plan:
         return -(-self.in_features // self.group_size)
 
     @property
-    def padded_features(self) -> int:
-        return -(-self.out_features // 64) * 64
+    def warp_columns(self) -> int:
+        return self.schedule.parts * PART
 
     @property
     def warp_tiles(self) -> int:
-        return 2 * self.schedule.parts
+        return self.warp_columns // COLUMNS
 
     @property
     def block_columns(self) -> int:
-        return self.schedule.warps * self.schedule.parts * PART
+        return self.schedule.warps * self.warp_columns
 
     @property
     def slices(self) -> int:
@@ -93,16 +94,13 @@ class Plan:
         return -(-self.in_features // self.block_columns)
 
     @property
-    def unit_rows(self) -> int:
-        return self.schedule.strips * STRIP
-
-    @property
-    def units(self) -> int:
-        return self.padded_features // self.unit_rows
+    def ragged(self) -> bool:
+        """Whether some warps have fewer inputs than others."""
+        return self.slices * self.block_columns != self.in_features
 
     @property
     def blocks_per_slice(self) -> int:
-        return max(1, min(self.units, self.schedule.blocks // self.slices))
+        return max(1, min(self.strips, self.schedule.blocks // self.slices))
 
     @property
     def segment(self) -> int:
@@ -112,50 +110,54 @@ class Plan:
     @property
     def segments(self) -> int:
         """Segments of a warp's inputs."""
-        return self.schedule.parts * PART // self.segment
+        return self.warp_columns // self.segment
 
-    # Shared memory, in bytes: a ring of units for each warp, then two buffers of every warp's sums.
+    # Shared memory, in bytes: a ring of strips for each warp, then two buffers of every warp's sums.
     @property
     def words_bytes(self) -> int:
-        return self.schedule.strips * self.warp_tiles * PIECE_BYTES
+        return self.warp_tiles * PIECE_BYTES
 
     @property
     def scales_bytes(self) -> int:
-        return self.segments * self.unit_rows * self.scale_bytes
+        return self.segments * STRIP * self.scale_bytes
 
     @property
-    def unit_bytes(self) -> int:
-        return self.words_bytes + self.scales_bytes + self.segments * self.unit_rows * self.offset_bytes
+    def offsets_start(self) -> int:
+        return self.words_bytes + self.scales_bytes
 
     @property
-    def slots(self) -> int:
-        """One more than are in flight, so that a copy never overwrites words that are still being read."""
-        return self.schedule.depth + 1
+    def slot_bytes(self) -> int:
+        """A warp's words, scales and offsets of one strip."""
+        return self.offsets_start + self.segments * STRIP * self.offset_bytes
 
     @property
     def ring_bytes(self) -> int:
-        return self.slots * self.unit_bytes
+        """One slot more than are in flight, so that a copy never overwrites words that are still being read."""
+        return (self.schedule.depth + 1) * self.slot_bytes
 
     @property
-    def sums_stride(self) -> int:
-        """Bytes from one token's sums to the next."""
-        return 4 * (self.unit_rows + ROW_PADDING)
+    def token_bytes(self) -> int:
+        """From one token's sums to the next."""
+        return 4 * (STRIP + ROW_PADDING)
 
     @property
     def sums_bytes(self) -> int:
-        """One warp's sums of one unit."""
-        return self.rows * self.sums_stride
+        """One warp's sums of one strip."""
+        return self.rows * self.token_bytes
+
+    @property
+    def strip_bytes(self) -> int:
+        """All warps' sums of one strip."""
+        return self.schedule.warps * self.sums_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.schedule.strips * self.strip_bytes
 
     @property
     def sums_start(self) -> int:
         return self.schedule.warps * self.ring_bytes
 
     @property
-    def barriers_start(self) -> int:
-        """Eight bytes for each slot of each warp, if copies are bulk."""
-        end = self.sums_start + 2 * self.schedule.warps * self.sums_bytes
-        return -(-end // 8) * 8
-
-    @property
     def shared_bytes(self) -> int:
-        return self.barriers_start + (8 * self.schedule.warps * self.slots if self.schedule.bulk else 0)
+        return self.sums_start + 2 * self.buffer_bytes

@@ -5,7 +5,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.int4_matmul.packing import PackedInt4, unpack_codes
+from pallas_kernels.int4_matmul.packing import PackedInt4, by_row, unpack_codes
 
 
 def dequantize(weight: PackedInt4, dtype: DTypeLike = jnp.float32) -> Float[Array, "out in"]:
@@ -15,7 +15,7 @@ def dequantize(weight: PackedInt4, dtype: DTypeLike = jnp.float32) -> Float[Arra
     def spread(values):
         values = jnp.asarray(values)
         if weight.layout == "mosaic":
-            values = values[:, :out_features].T
+            values = by_row(values, out_features)
         return jnp.repeat(values.astype(jnp.float32), weight.group_size, axis=1)[:, :in_features]
 
     codes = jnp.asarray(unpack_codes(weight))

@@ -2,47 +2,64 @@
 
 import dataclasses
 import functools
+import itertools
 
 from pallas_kernels.int4_matmul.packing import PackedInt4
-from pallas_kernels.int4_matmul.plan import PART, Plan, Schedule
+from pallas_kernels.int4_matmul.plan import Plan, Schedule
 
 MULTIPROCESSORS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA GH200 480GB": 132, "NVIDIA H100 PCIe": 114}
 """By device kind; what is not listed is taken for the most common, 132."""
-SHARED_BYTES = 228 * 1024
-"""Shared memory of a multiprocessor, of which every block takes another kilobyte for the system."""
+SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 2048
+"""Shared memory of a multiprocessor, and what every block takes for the system (1 KB) and the compiler."""
+SHAPES = {
+    8: [(16, 2), (8, 2), (28, 1), (16, 1), (8, 1), (4, 1)],
+    16: [(16, 2), (8, 2), (16, 1), (8, 1), (4, 1)],
+    32: [(16, 1), (8, 1), (4, 1)],
+    64: [(8, 1), (4, 1)],
+}
+"""By the most rows, what x leaves registers for: warps and parts, the better of two equal ones first."""
+MEASURED: dict[tuple[int, int, int], tuple[int, int]] = {}
+"""Warps and parts by the most rows (8, 16, 32 or 64), in_features and out_features: the fastest of those tried on an
+
+H200 (docs/kernels.md).
+"""
 
 
 def plan_for(rows: int, weight: PackedInt4, device_kind: str = "NVIDIA H200") -> Plan:
     """The plan for `rows` (1 to 64) rows times a weight of the mosaic layout."""
-    return _best(Plan.of(rows, weight, Schedule()), device_kind)
+    return _best(Plan.of(rows, weight, Schedule()), MULTIPROCESSORS.get(device_kind, 132))
 
 
 @functools.cache
-def _best(plan: Plan, device_kind: str) -> Plan:
-    """x of 17 rows and more leaves registers for one block on a multiprocessor, fewer rows for two; more than 8 rows
-
-    leave none for twice the inputs a warp. Among what is left, the least waste.
-    """
-    resident = 2 if plan.rows <= 16 else 1
-    blocks = MULTIPROCESSORS.get(device_kind, 132) * resident
-    warps = 4 if plan.in_features <= 4 * PART else 8
-    choices = [(1, 1)] if plan.rows > 32 else [(1, 2), (1, 1), (2, 1)] if plan.rows <= 8 else [(1, 2), (1, 1)]
+def _best(plan: Plan, multiprocessors: int) -> Plan:
+    most_rows = min(most for most in SHAPES if plan.rows <= most)
+    measured = MEASURED.get((most_rows, plan.in_features, plan.out_features))
+    shapes = [measured] if measured is not None and multiprocessors == 132 else SHAPES[most_rows]
     plans = []
-    for parts, strips in choices:
-        for depth in range(6 // (parts * strips), 0, -1):
-            schedule = Schedule(warps=warps, parts=parts, strips=strips, depth=depth, blocks=blocks)
-            candidate = dataclasses.replace(plan, schedule=schedule)
-            if (candidate.shared_bytes + 1024) * resident <= SHARED_BYTES:
-                plans.append(candidate)
-                break
+    for warps, parts in shapes:
+        resident = max(1, (16 if most_rows <= 32 else 8) // warps)
+        schedule = Schedule(warps=warps, parts=parts, blocks=multiprocessors * resident)
+        plans += _fitted(plan, schedule, resident)
     return min(plans, key=_waste)
 
 
+def _fitted(plan: Plan, schedule: Schedule, resident: int) -> list[Plan]:
+    """The plan with most weights in flight and fewest additions of sums for which shared memory has room, if any."""
+    plans = []
+    for depth, strips in itertools.product(range(1, schedule.depth + 1), range(1, schedule.strips + 1)):
+        fitted = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, strips=strips, depth=depth))
+        if (fitted.shared_bytes + RESERVED_BYTES) * resident <= SHARED_BYTES:
+            plans.append(fitted)
+    return sorted(plans, key=lambda p: (p.schedule.depth * p.schedule.strips, p.schedule.depth))[-1:]
+
+
 def _waste(plan: Plan) -> float:
-    """Share of the time that blocks wait for the one with most units or are missing, and of bytes for partial sums."""
+    """Share of the time that blocks wait for the one with most strips, that inputs or blocks are missing, and that
+
+    partial sums take: adding them is a kernel of about a microsecond.
+    """
     blocks = plan.blocks_per_slice
-    idle = 1 - plan.units / blocks / -(-plan.units // blocks)
+    idle = 1 - plan.strips / blocks / -(-plan.strips // blocks)
+    ragged = 1 - plan.in_features / (plan.slices * plan.block_columns)
     missing = 1 - min(1.0, blocks * plan.slices / plan.schedule.blocks)
-    sums = 8 * plan.slices * plan.rows / plan.in_features if plan.slices > 1 else 0.0
-    short_units = 0.03 if plan.schedule.strips == 1 else 0.0
-    return idle + missing + sums + short_units
+    return idle + ragged + missing + (0.1 if plan.slices > 1 else 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 from pallas_kernels.paged_attention.warp import Value, Words
 
@@ -40,6 +40,10 @@ class Int4Warp:
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         return Value(arith.select(condition.ir, a.ir, b.ir))
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c, rounded once."""
+        return Value(llvm.intr_fma(a.ir, b.ir, c.ir))
 
     def codes(self, word: Value) -> Words:
         """Eight codes -> four words of two bfloat16 each, every one of them 128 + code."""
@@ -78,55 +82,28 @@ class Int4Warp:
         """Waits for this lane's copies, except those of the newest `pending` groups."""
         self._emit(f"cp.async.wait_group {pending};", "")
 
-    def copy_bulk(
-        self, address: Value, ref: ir.Value, offset: Value, size: int, barrier: Value, predicate: Value
-    ) -> None:
-        """Orders `size` bytes (a multiple of 16) from byte `offset` of `ref`; `barrier` counts them as they arrive."""
-        ptx = f"@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];"
-        places = [arith.addi(self._scratch, place.ir) for place in (address, barrier)]
-        self._emit(ptx, "r,l,r,b", places[0], self._pointer(ref, offset, 1), places[1], predicate.ir)
-
-    def one_lane(self) -> Value:
-        """True in one lane, in a form from which ptxas knows that it is one: copies need no loop over lanes."""
-        return Value(nvvm.elect_sync())
-
-    def arrival_init(self, barrier: Value, predicate: Value) -> None:
-        """Makes 8 bytes of shared memory a barrier of one arrival a phase."""
-        self._emit("@$1 mbarrier.init.shared.b64 [$0], 1;", "r,b", arith.addi(self._scratch, barrier.ir), predicate.ir)
-
-    def arrival_init_fence(self) -> None:
-        """Shows new barriers to the copy engine."""
-        self._emit("fence.mbarrier_init.release.cluster;", "")
-
-    def arrival_expect(self, barrier: Value, size: int, predicate: Value) -> None:
-        """The phase's one arrival, which announces `size` bytes."""
-        ptx = f"@$1 mbarrier.arrive.expect_tx.shared.b64 _, [$0], {size};"
-        self._emit(ptx, "r,b", arith.addi(self._scratch, barrier.ir), predicate.ir)
-
-    def arrival_wait(self, barrier: Value, parity: Value) -> None:
-        """Waits for the end of the phase of that parity, when its bytes are in place and visible."""
-        ptx = (
-            "{ .reg .pred done; wait_${:uid}: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; "
-            "@!done bra wait_${:uid}; }"
-        )
-        self._emit(ptx, "r,r", arith.addi(self._scratch, barrier.ir), parity.ir)
-
     # Global memory
-    def load_two_words(self, ref: ir.Value, offset: Value, predicate: Value) -> Words:
-        """Two words of 16-bit elements from `offset` on; zero where the predicate is false.
+    def load_words(self, ref: ir.Value, offset: Value, count: int, predicate: Value | None, constant: int = 0) -> Words:
+        """2 or 4 words of 16-bit elements from element `offset + constant` on; zero where the predicate is false.
 
         A coherent load: with early launch, the kernel before may have written the array while this one had started.
         """
-        i32 = _int(32)
-        ptx = "mov.b32 $0, 0; mov.b32 $1, 0; @$3 ld.global.v2.b32 {$0, $1}, [$2];"
-        pair = llvm.inline_asm(
-            llvm.StructType.get_literal([i32, i32]),
-            [self._pointer(ref, offset, 2), predicate.ir],
+        i32, early = _int(32), "" if predicate is None else "&"
+        results = [f"${i}" for i in range(count)]
+        ptx = f"ld.global.v{count}.b32 {{{', '.join(results)}}}, [${count} + {2 * constant}];"
+        operands, constraints = [self._pointer(ref, offset, 2)], [f"={early}r"] * count + ["l"]
+        if predicate is not None:
+            operands.append(predicate.ir)
+            constraints.append("b")
+            ptx = "".join(f"mov.b32 {result}, 0; " for result in results) + f"@${count + 1} {ptx}"
+        words = llvm.inline_asm(
+            llvm.StructType.get_literal([i32] * count),
+            operands,
             ptx,
-            "=&r,=&r,l,b,~{memory}",
+            ",".join([*constraints, "~{memory}"]),
             has_side_effects=True,
         )
-        return tuple(Value(llvm.extractvalue(i32, pair, [i])) for i in range(2))
+        return tuple(Value(llvm.extractvalue(i32, words, [i])) for i in range(count))
 
     def store_number(self, ref: ir.Value, offset: Value, value: Value, dtype: str, predicate: Value) -> None:
         """A float32 value, rounded to `dtype`, to element `offset`."""
@@ -139,42 +116,52 @@ class Int4Warp:
         self._emit("@$2 st.global.b16 [$0], $1;", "l,h,b", self._pointer(ref, offset, 2), half, predicate.ir)
 
     # Shared memory
-    def shared_words(self, address: Value) -> Words:
-        """Four words from a multiple of 16 on."""
-        ptx = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    def shared_words(self, address: Value, constant: int = 0) -> Words:
+        """Four words from `address + constant`, a multiple of 16, on."""
+        ptx = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {constant}];"
         pointer = arith.addi(self._scratch, address.ir)
         got = mgpu_utils.inline_ptx(ptx, pointer, result_types=[_int(32)] * 4, has_side_effects=True)
         return tuple(Value(v) for v in got)
 
-    def shared_number(self, address: Value, dtype: str, constant: int = 0) -> Value:
-        """A number of shared memory as float32; `dtype` is a NumPy name."""
-        i16, i32, f32 = _int(16), _int(32), ir.F32Type.get()
+    def shared_number(self, address: Value, constant: int = 0) -> Value:
+        """The float32 number at `address + constant`."""
+        return Value(self._shared_load("ld.shared.f32", address, constant, ir.F32Type.get(), "f"))
+
+    def shared_pair(self, address: Value, dtype: str, constant: int = 0) -> Words:
+        """Two neighbouring numbers from `address + constant` on, as float32; `dtype` is a NumPy name."""
+        i32, f32 = _int(32), ir.F32Type.get()
+        if dtype == "float32":
+            return tuple(self.shared_number(address, constant + place) for place in (0, 4))
+        if dtype == "uint8":
+            # The byte as the last one of a float of exponent 23: a permutation and a sum cost less than a conversion.
+            both = self._shared_load("ld.shared.u16", address, constant, _int(16), "h")
+            both, numbers = arith.extui(i32, both), []
+            for selector in ("0x7440", "0x7441"):
+                word = llvm.inline_asm(i32, [both], f"prmt.b32 $0, $1, 0x4B000000, {selector};", "=r,r")
+                numbers.append(Value(llvm.bitcast(f32, word)) - 8388608.0)
+            return tuple(numbers)
+        both = self._shared_load("ld.shared.b32", address, constant, i32, "r")
+        if dtype == "bfloat16":
+            low, high = arith.shli(both, mgpu_utils.c(16, i32)), arith.andi(both, mgpu_utils.c(-65536, i32))
+            return Value(llvm.bitcast(f32, low)), Value(llvm.bitcast(f32, high))
+        if dtype == "float16":
+            halves = (arith.trunci(_int(16), word) for word in (both, arith.shrui(both, mgpu_utils.c(16, i32))))
+            return tuple(Value(arith.extf(f32, llvm.bitcast(ir.F16Type.get(), half))) for half in halves)
+        raise ValueError(f"shared_pair does not read {dtype}")
+
+    def _shared_load(self, ptx: str, address: Value, constant: int, kind: ir.Type, constraint: str) -> ir.Value:
         pointer = arith.addi(self._scratch, address.ir)
+        return llvm.inline_asm(
+            kind, [pointer], f"{ptx} $0, [$1 + {constant}];", f"={constraint},r", has_side_effects=True
+        )
 
-        def load(instruction: str, kind: ir.Type, constraint: str) -> ir.Value:
-            ptx = f"{instruction} $0, [$1 + {constant}];"
-            return llvm.inline_asm(kind, [pointer], ptx, f"={constraint},r", has_side_effects=True)
-
-        match dtype:
-            case "float32":
-                return Value(load("ld.shared.f32", f32, "f"))
-            case "bfloat16":
-                half = arith.extui(i32, load("ld.shared.u16", i16, "h"))
-                return Value(llvm.bitcast(f32, arith.shli(half, mgpu_utils.c(16, i32))))
-            case "float16":
-                half = llvm.bitcast(ir.F16Type.get(), load("ld.shared.u16", i16, "h"))
-                return Value(arith.extf(f32, half))
-            case "uint8":
-                return Value(arith.uitofp(f32, load("ld.shared.u8", i32, "r")))
-        raise ValueError(f"shared_number does not read {dtype}")
-
-    def shared_store(self, address: Value, value: Value, predicate: Value | None = None) -> None:
-        """A float32 number."""
+    def shared_store(self, address: Value, value: Value, predicate: Value | None = None, constant: int = 0) -> None:
+        """A float32 number, to `address + constant`."""
         operands = [arith.addi(self._scratch, address.ir), value.ir]
         if predicate is None:
-            self._emit("st.shared.f32 [$0], $1;", "r,f", *operands)
+            self._emit(f"st.shared.f32 [$0 + {constant}], $1;", "r,f", *operands)
         else:
-            self._emit("@$2 st.shared.f32 [$0], $1;", "r,f,b", *operands, predicate.ir)
+            self._emit(f"@$2 st.shared.f32 [$0 + {constant}], $1;", "r,f,b", *operands, predicate.ir)
 
     # Control
     def loop(self, count: Value, carry: Sequence[Value], body: Callable[[Value, Words], Sequence[Value]]) -> Words:
