@@ -49,11 +49,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL, help="name or path of SmolLM2-135M-Instruct")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--decoded", action="store_true", help="decode packed weights to the dtype when loading")
+    parser.add_argument("--packed", action="store_true", help="keep 4-bit weights packed")
     parser.add_argument("--write", action="store_true", help="write the reference instead of comparing with it")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
-    model = ji.load(arguments.model, packed=False if arguments.decoded else None)
+    model = ji.load(arguments.model, packed=arguments.packed)
     results = outputs(model, arguments.tokens)
     if arguments.write:
         reference = [
@@ -78,7 +78,7 @@ def main() -> None:
         else:
             gaps.append(found[1])
             print(f"parts at token {found[0]}, gap {found[1]:.4f} nats: {question}")
-    weights = "decoded" if arguments.decoded else "as stored"
+    weights = "packed" if arguments.packed else "decoded"
     case: dict[str, object] = {
         "model": MODEL,
         "weights": weights,

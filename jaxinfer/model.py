@@ -26,7 +26,6 @@ from jaxinfer.decoder import Params
 from jaxinfer.packed_weights import from_gguf_blocks
 from jaxinfer.params import ParamSpec, ReadInto, assemble, canonical_shapes, num_parameters, random_params
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
-from pallas_kernels.dispatch import hopper_refusal
 from pallas_kernels.int4_matmul import PackedInt4
 
 log = logging.getLogger("jaxinfer")
@@ -67,7 +66,7 @@ def load(
     *,
     dtype: jnp.dtype | type | str | None = None,
     quantize: str | None = None,
-    packed: bool | None = None,
+    packed: bool = False,
     random_weights: int | None = None,
     progress: bool = True,
 ) -> Model:
@@ -76,9 +75,9 @@ def load(
     `dtype` is that of the weights (default: bfloat16 on a GPU, float32 on a CPU). `random_weights=seed` reads only the
     configuration and makes random weights of that shape on the device, for benchmarks; with `quantize="int4"` those of
     the layers are packed. `packed` says whether 4-bit weights of a GGUF file (Q4_0, Q4_1, Q4_K) stay packed on the
-    device instead of being decoded to `dtype`; the default is yes where a kernel reads them as they are (a Hopper GPU,
-    bfloat16), and no elsewhere, where every product would decode them again. Raises CheckpointError or ValueError,
-    naming the file and the remedy, before anything large is allocated.
+    device instead of being decoded to `dtype`: worth it where a kernel reads them as they are (a Hopper GPU, bfloat16);
+    elsewhere every product decodes them again. Raises CheckpointError or ValueError, naming the file and the remedy,
+    before anything large is allocated.
     """
     if quantize not in (None, "int4"):
         raise ValueError(f"quantize={quantize!r}: known is int4")
@@ -86,8 +85,6 @@ def load(
         raise ValueError("quantize needs random_weights: weights of a checkpoint keep the precision they are stored in")
     enable_persistent_cache()
     weights_dtype = weights_dtype_for(dtype)
-    if packed is None:
-        packed = hopper_refusal() is None and weights_dtype == jnp.bfloat16
     path = _resolve(path_or_name, progress)
     name = os.fspath(path_or_name)
     if path.is_dir():
