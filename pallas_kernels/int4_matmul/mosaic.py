@@ -189,6 +189,8 @@ def arguments_of(weight: PackedInt4, *, out_dtype: str, **arrays: Any) -> Argume
     )
 
 
+# Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.
+@functools.partial(jax.jit, static_argnames=("schedule", "out_dtype"))
 def int4_matmul(x: jax.Array, weight: PackedInt4, *, schedule: Schedule, out_dtype: jnp.dtype) -> jax.Array:
     """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features]."""
     partial = partial_sums(x, weight, schedule=schedule, out_dtype=out_dtype)
