@@ -120,11 +120,11 @@ def targets_section(targets: Iterable[Mapping], table: Mapping) -> str:
     return "## Targets\n\n" + markdown(["case", "metric", "target", "measured", "", "device"], rows)
 
 
-def report(records: Iterable[Record], peers: Mapping, targets: Iterable[Mapping]) -> str:
-    """The whole document."""
+def report(records: Iterable[Record], peers: Mapping, targets: Iterable[Mapping], notes: str) -> str:
+    """The whole document. `notes` is prose about what the figures show, without figures of its own."""
     parts = [INTRODUCTION.format(source=peers["source"])]
     table = newest(records)
-    parts.append(targets_section(targets, table))
+    parts += [targets_section(targets, table), notes]
     for device in dict.fromkeys(device for device, _ in table):
         parts.append(f"## {device}")
         parts += [section(name, cases, peers) for (owner, name), cases in table.items() if owner == device]
@@ -140,7 +140,8 @@ def read_records(folder: pathlib.Path) -> list[Record]:
 def main() -> None:
     peers = json.loads((ROOT / "peers.json").read_text())
     targets = json.loads((ROOT / "targets.json").read_text())
-    DOCUMENT.write_text(report(read_records(RESULTS), peers, targets))
+    notes = (ROOT / "notes.md").read_text()
+    DOCUMENT.write_text(report(read_records(RESULTS), peers, targets, notes))
     print(f"wrote {DOCUMENT}")
 
 
