@@ -35,6 +35,8 @@ def read_json(folder: str | os.PathLike[str], filename: str, *, optional: bool =
         if optional:
             return {}
         raise CheckpointError(f"{folder} has no {filename}; download the whole model folder")
+    if not path.is_file():  # a device or a pipe has no size, and may have no end
+        raise CheckpointError(f"{path} is not a file; download it again")
     try:
         size = path.stat().st_size
         content = path.read_bytes() if size <= MAX_JSON_BYTES else b""

@@ -176,7 +176,7 @@ def test_other_formats_are_refused_by_name(tmp_path):
         ("tokenizer.json", '{"version": "1.0"', "tokenizer.json is not a tokenizer"),
         ("tokenizer.json", '{"version": "1.0", "model": {"type": "Unheard"}}', "tokenizer.json is not a tokenizer"),
         ("tokenizer_config.json", "{not json", "tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", "[1]", "tokenizer_config.json holds a list"),
+        ("tokenizer_config.json", "[1]", "tokenizer_config.json holds a JSON list"),
         ("generation_config.json", "", "generation_config.json is not valid JSON"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}', "added_tokens_decoder .* 'x'"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"7": {"special": 1}}}', "added_tokens_decoder .* '7'"),

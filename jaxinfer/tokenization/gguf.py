@@ -64,7 +64,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
     if model in (None, "none", "no_vocab"):
         return None
     builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
-    if model not in builders:
+    if not isinstance(model, str) or model not in builders:
         raise ValueError(
             f"tokenizer.ggml.model is {model!r}; expected one of {', '.join(builders)} (decoder-only models)"
         )
@@ -77,6 +77,7 @@ class _Vocabulary:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
         self.architecture = metadata.get("general.architecture")
+        _check_types(metadata)
         tokens = self.get("tokens")
         if tokens is None or len(tokens) == 0:
             raise ValueError("tokenizer.ggml.tokens is missing or empty; convert the model again")
@@ -186,6 +187,25 @@ class _Vocabulary:
         return [int(kind) for kind in types]
 
 
+def _check_types(metadata: Mapping[str, Any]) -> None:
+    """Raises ValueError for a key whose value, or an entry of whose array, is of another type than it is used as."""
+    arrays = {"tokens": str, "merges": str, "token_type": int, "scores": int | float, "precompiled_charsmap": int}
+    for key, kind in arrays.items():
+        value = metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            continue
+        is_array = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        if not is_array or not all(isinstance(entry, kind) for entry in value):
+            entries = "strings" if kind is str else "numbers"
+            raise ValueError(f"tokenizer.ggml.{key} is not an array of {entries}; convert the model again")
+    names = ("bos", "eos", "eot", "eom", "unknown", "padding")
+    scalars = {"pre": str} | {f"{name}_token_id": int for name in names}
+    for key, kind in scalars.items():
+        value = metadata.get(f"tokenizer.ggml.{key}")
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"tokenizer.ggml.{key} is {value!r}, not of type {kind.__name__}; convert the model again")
+
+
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     """GPT-2's kind: bytes spelled as characters, words cut by a regular expression, ranked merges."""
     rule = pre_tokenization(vocabulary.get("pre"))
@@ -229,7 +249,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
         unknown_id=vocabulary.named("unknown", 0),
         add_space_prefix=bool(vocabulary.get("add_space_prefix", True)),
         remove_extra_whitespaces=bool(vocabulary.get("remove_extra_whitespaces", False)),
-        charsmap=bytes(int(byte) & 0xFF for byte in vocabulary.get("precompiled_charsmap", ())),
+        charsmap=bytes(int(byte) & 0xFF for byte in vocabulary.get("precompiled_charsmap") or ()),
         merges=merges,
         strip_after=_PHI3_STRIPS_AFTER if vocabulary.architecture == "phi3" else frozenset(),
     ).build()

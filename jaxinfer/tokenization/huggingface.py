@@ -3,7 +3,6 @@
 Only data is read: no class named in the folder is looked up, no code in it is run.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
+from checkpoints.safetensors import read_json
 from jaxinfer.tokenization.sentencepiece import read_model
-from jaxinfer.tokenization.tokenizer import Tokenizer, added_by_post_processor
+from jaxinfer.tokenization.tokenizer import Tokenizer, added_by_post_processor, backend_errors
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
     Raises ValueError for a broken file and for a tokenizer in a format that is not read here.
     """
     folder = Path(path)
-    config = _read_json(folder / "tokenizer_config.json") or {}
+    config = read_json(folder, "tokenizer_config.json", optional=True)
     if (folder / "tokenizer.json").is_file():
         has_json, prepare = True, None
         backend = _from_json(folder / "tokenizer.json")
@@ -57,12 +57,8 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
 
 
 def _from_json(path: Path) -> tokenizers.Tokenizer:
-    try:
+    with backend_errors(f"{path} is not a tokenizer; download it again"):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
-        if type(error) is not Exception:  # tokenizers raises bare Exception for a file that it cannot read
-            raise
-        raise ValueError(f"{path} is not a tokenizer ({error}); download it again") from error
 
 
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Any]:
@@ -70,8 +66,10 @@ def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> tuple[tokeni
     model = read_model(folder / "tokenizer.model")
     described = _added_tokens(config)
     added = {token.content: position for position, token in described.items()}
-    for token, position in (_read_json(folder / "added_tokens.json") or {}).items():
-        added[token] = int(position)
+    for token, position in read_json(folder, "added_tokens.json", optional=True).items():
+        if type(position) is not int:
+            raise ValueError(f"added_tokens.json in {folder} gives {token!r} the id {position!r}; expected an integer")
+        added[token] = position
     special = {token.content for token in described.values() if token.special}
     special |= set(_special_tokens(folder, config).values())
     return model.extended(added, special).build()
@@ -80,8 +78,11 @@ def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> tuple[tokeni
 def _added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
     """`added_tokens_decoder` of tokenizer_config.json, by id in ascending order."""
     fields = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    decoder = config.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, Mapping):
+        raise ValueError(f"added_tokens_decoder of tokenizer_config.json is a {type(decoder).__name__}, not an object")
     tokens = {}
-    for key, token in (config.get("added_tokens_decoder") or {}).items():
+    for key, token in decoder.items():
         if not key.isdecimal() or not isinstance(token, Mapping) or not isinstance(token.get("content"), str):
             raise ValueError(
                 f"added_tokens_decoder of tokenizer_config.json has {key!r}: {token!r}; expected an id "
@@ -110,7 +111,7 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Named special tokens (bos_token, ...) as text; each may be written as a string or as an object."""
-    legacy = _read_json(folder / "special_tokens_map.json") or {}
+    legacy = read_json(folder, "special_tokens_map.json", optional=True)
     special = {}
     for name in _SPECIAL_NAMES:
         value = config[name] if name in config else legacy.get(name)
@@ -143,11 +144,12 @@ def _apply_bos_rule(
 def _stop_set(folder: Path, eos: int | None) -> list[int]:
     """The tokenizer's EOS and those of generation_config.json and config.json, each an int or a list."""
     stop: list[Any] = [eos]
-    config = _read_json(folder / "config.json") or {}
+    config = read_json(folder, "config.json", optional=True)
+    text_config = config.get("text_config")
     for source in (
-        _read_json(folder / "generation_config.json") or {},
+        read_json(folder, "generation_config.json", optional=True),
         config,
-        config.get("text_config") or {},
+        text_config if isinstance(text_config, Mapping) else {},
     ):
         ids = source.get("eos_token_id")
         stop += ids if isinstance(ids, list) else [ids]
@@ -157,30 +159,26 @@ def _stop_set(folder: Path, eos: int | None) -> list[int]:
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name. Files of their own win over tokenizer_config.json, that over chat_template.json."""
     templates: dict[str, str] = {}
-    for source in (_read_json(folder / "chat_template.json") or {}, config):
+    for source in (read_json(folder, "chat_template.json", optional=True), config):
         found = source.get("chat_template")
         if isinstance(found, str):
             templates["default"] = found
         elif isinstance(found, list):
             for entry in found:
-                if not isinstance(entry, dict) or not {"name", "template"} <= entry.keys():
-                    raise ValueError(f"a chat template in {folder} is {entry!r}; expected a name and a template")
-                templates[entry["name"]] = entry["template"]
+                match entry:
+                    case {"name": str(name), "template": str(template)}:
+                        templates[name] = template
+                    case _:
+                        raise ValueError(f"a chat template in {folder} is {entry!r}; expected a name and a template")
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = _read_template(path)
     if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        templates["default"] = _read_template(folder / "chat_template.jinja")
     return templates
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None if there is no such file."""
-    if not path.is_file():
-        return None
+def _read_template(path: Path) -> str:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}; expected a JSON object")
-    return value
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); download it again") from error

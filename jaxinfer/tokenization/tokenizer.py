@@ -1,7 +1,8 @@
 """Tokenizer: text to token ids and back, with the model's own rules for special tokens and chats."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import tokenizers
@@ -84,11 +85,20 @@ class Tokenizer:
 
         A text that already starts with the opening tokens does not get them twice. A closing EOS is never
         added: after it a model has nothing to continue. Special tokens written out in the text are
-        recognised.
+        recognised. Raises ValueError for a text that is not Unicode (half a surrogate pair, which stands for bytes that
+        were not UTF-8) and for one that the vocabulary has no tokens for.
         """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text is not Unicode: character {error.start} is {text[error.start]!r}; "
+                "it was made from bytes that are not UTF-8"
+            ) from error
         if self._prepare_text is not None:
             text = self._prepare_text(text)
-        ids = self.backend.encode(text, add_special_tokens=False).ids
+        with backend_errors("the tokenizer cannot encode this text"):
+            ids = self.backend.encode(text, add_special_tokens=False).ids
         if not add_special_tokens:
             return ids
         if self._suffix and not self._suffix_reported:
@@ -185,13 +195,29 @@ class Tokenizer:
         )
 
 
+@contextlib.contextmanager
+def backend_errors(what: str) -> Iterator[None]:
+    """Turns what `tokenizers` raises in the block into a ValueError that begins with `what`.
+
+    For what it cannot do it raises a bare Exception, and where a file misleads it, its Rust code panics, which Python
+    sees as a BaseException of no importable type.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            raise ValueError(f"{what} ({error})") from error
+        raise
+
+
 def added_by_post_processor(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     """The tokens that the backend puts before and after a text."""
     if backend.post_processor is None:
         return [], []
     for probe in ("a", "1", ".", " "):
-        plain = backend.encode(probe, add_special_tokens=False).ids
-        full = backend.encode(probe, add_special_tokens=True).ids
+        with backend_errors("the tokenizer is damaged: it cannot encode a single character"):
+            plain = backend.encode(probe, add_special_tokens=False).ids
+            full = backend.encode(probe, add_special_tokens=True).ids
         for start in range(len(full) - len(plain) + 1):
             if plain and full[start : start + len(plain)] == plain:
                 return full[:start], full[start + len(plain) :]
