@@ -77,7 +77,8 @@ def plan_prefill(lengths: Sequence[int], limits: Limits) -> list[PrefillGroup]:
         size = max(1, limits.prefill_tokens // chunk)
         taken = alike[: 1 << (size.bit_length() - 1)]
         groups.append(PrefillGroup(tuple(taken), chunk))
-        order = [row for row in order if row not in set(taken)]
+        left_out = set(order) - set(taken)
+        order = [row for row in order if row in left_out]
     return groups
 
 

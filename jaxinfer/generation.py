@@ -1,6 +1,5 @@
 """The functional front door: `generate` and `stream` for prompts, `logits` for teacher-forced scores."""
 
-import numbers
 import os
 import pathlib
 import sys
@@ -16,14 +15,14 @@ from jaxinfer import kv_cache, steps
 from jaxinfer.batch import PAGE_SIZE, Batch, Limits, bucket, cache_tokens, pages_for
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta, RequestOutput
-from jaxinfer.request import Prompt, Request, encode_prompt, per_prompt
+from jaxinfer.request import Prompt, Request, encode_prompt, list_prompts, per_prompt
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_state import request_seed
 
 
 def generate(
     model: Model,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     params: SamplingParams | Iterable[SamplingParams] | None = None,
     *,
     max_batch_size: int = 64,
@@ -58,7 +57,7 @@ def generate(
 
 def stream(
     model: Model,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     params: SamplingParams | Iterable[SamplingParams] | None = None,
     *,
     max_batch_size: int = 64,
@@ -97,13 +96,10 @@ def logits(
 
 
 def requests_for(
-    model: Model, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
+    model: Model, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
 ) -> list[Request]:
     """One request for each completion, all arguments checked."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
-        listed: list[Prompt] = [prompts]  # pyright: ignore[reportAssignmentType]  # a single prompt, by the test above
-    else:
-        listed = list(prompts)  # pyright: ignore[reportArgumentType,reportAssignmentType]
+    listed = list_prompts(prompts)
     requests = []
     for index, (prompt, row) in enumerate(zip(listed, per_prompt(params, len(listed)), strict=True)):
         ids = encode_prompt(model, prompt, index)
@@ -115,26 +111,31 @@ def requests_for(
 
 def _groups(model: Model, requests: Sequence[Request], max_batch_size: int) -> list[list[Request]]:
     """Cuts requests into batches whose caches fit. Raises ValueError for a request that does not fit alone."""
-    if max_batch_size < 1:
-        raise ValueError(f"max_batch_size={max_batch_size}; at least one request has to run at a time")
+    if not isinstance(max_batch_size, int) or max_batch_size < 1:
+        raise ValueError(f"max_batch_size={max_batch_size!r}; expected an integer of at least 1")
     budget = _free_bytes()
     page_bytes = kv_cache.bytes_per_token(model.config, model.dtype) * PAGE_SIZE
 
-    def cost(group: Sequence[Request]) -> int:
-        return (1 + bucket(len(group)) * pages_for(max(map(cache_tokens, group)))) * page_bytes
+    def cost(num_rows: int, longest: int) -> int:
+        return (1 + bucket(num_rows) * pages_for(longest)) * page_bytes
 
     groups: list[list[Request]] = []
+    longest = 0  # of the last group
     for request in requests:
-        if cost([request]) > budget:
+        own = cache_tokens(request)
+        if cost(1, own) > budget:
             raise ValueError(
                 f"prompt {request.prompt_index} with max_tokens={request.max_tokens} needs "
-                f"{_gigabytes(cost([request]))} GB of KV cache and {_gigabytes(budget)} GB are free; "
+                f"{_gigabytes(cost(1, own))} GB of KV cache and {_gigabytes(budget)} GB are free; "
                 "lower max_tokens or shorten the prompt"
             )
-        if groups and len(groups[-1]) < max_batch_size and cost([*groups[-1], request]) <= budget:
+        joined = max(longest, own)
+        if groups and len(groups[-1]) < max_batch_size and cost(len(groups[-1]) + 1, joined) <= budget:
             groups[-1].append(request)
+            longest = joined
         else:
             groups.append([request])
+            longest = own
     return groups
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import numbers
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence, Set
 
+import jax
 import numpy as np
 
 from jaxinfer.model import Model
@@ -12,36 +14,58 @@ from jaxinfer.sampling_logprobs import Logprob
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenization import TextStream
 
-type Prompt = str | Sequence[int] | np.ndarray
-"""Text, or token ids: a sequence of integers or a NumPy array [tokens]."""
+type Prompt = str | Sequence[int] | np.ndarray | jax.Array
+"""Text, or token ids: a sequence of integers or an array [tokens]."""
 
 
-def encode_prompt(model: Model, prompt: Prompt, index: int) -> tuple[int, ...]:
+_NO_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
+"""Can be iterated over, but are neither text nor a sequence of token ids, whatever they hold."""
+
+
+def list_prompts(prompts: object) -> list[object]:
+    """The prompts one by one; a string or integers are a single one. Raises ValueError for what holds no prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if hasattr(prompts, "__array__"):  # elements of JAX's and PyTorch's arrays are arrays, not numbers
+        prompts = np.asarray(prompts).tolist()
+    if not isinstance(prompts, Iterable) or isinstance(prompts, _NO_PROMPTS):
+        raise ValueError(
+            f"prompts is {reprlib.repr(prompts)}; expected a string, a list of token ids, or a list of either"
+        )
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], numbers.Integral) else listed
+
+
+def encode_prompt(model: Model, prompt: object, index: int) -> tuple[int, ...]:
     """Token ids of a prompt, checked. Raises ValueError naming the prompt and the remedy."""
     where = f"prompt {index}"
+    if hasattr(prompt, "__array__"):
+        prompt = np.asarray(prompt).tolist()
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError(f"{where} is text, but {model.name} has no tokenizer; give token ids instead")
-        ids = model.tokenizer.encode(prompt)
+        try:
+            ids = model.tokenizer.encode(prompt)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         if not ids:
             raise ValueError(f"{where} is empty: {prompt!r} gives no tokens with this tokenizer; give some text")
-    else:
+    elif isinstance(prompt, Iterable) and not isinstance(prompt, _NO_PROMPTS):
         ids = list(prompt)
         if not ids:
             raise ValueError(f"{where} is an empty list of token ids; give at least one")
+    else:
+        raise ValueError(f"{where} is {reprlib.repr(prompt)}; a prompt is a string or a list of int token ids")
+    known = model.config.num_tokens
+    for token in ids:
+        if not isinstance(token, numbers.Integral) or isinstance(token, bool):
+            raise ValueError(f"{where} holds {reprlib.repr(token)}; a prompt is a string or a list of int token ids")
+        if not 0 <= int(token) < known:
+            raise ValueError(f"{where} holds token id {reprlib.repr(token)}; this model's ids are 0 to {known - 1}")
     longest = model.config.max_position_embeddings
     if len(ids) > longest:
         raise ValueError(f"{where} has {len(ids)} tokens, but the context of {model.name} is {longest}; shorten it")
-    if set(map(type, ids)) != {int}:  # one pass in C: asking each token costs 3 ms for 2048 of them
-        for token in ids:
-            if not isinstance(token, numbers.Integral) or isinstance(token, bool):
-                raise ValueError(f"{where} holds {token!r}; a prompt is a string or a list of int token ids")
-        ids = [int(token) for token in ids]
-    known = model.config.num_tokens
-    for token in (min(ids), max(ids)):
-        if not 0 <= token < known:
-            raise ValueError(f"{where} holds token id {token}; this model's ids are 0 to {known - 1}")
-    return tuple(ids)
+    return tuple(int(token) for token in ids)
 
 
 @dataclasses.dataclass
@@ -88,6 +112,12 @@ class Request:
             )
         elif params.stop:
             raise ValueError(f"stop strings need a tokenizer and {model.name} has none; use stop_token_ids")
+        forbidden = {*params.stop_token_ids, *model.config.eos_token_ids}
+        if params.min_tokens > 0 and forbidden.issuperset(range(model.config.num_tokens)):
+            raise ValueError(
+                f"prompt {prompt_index}: min_tokens={params.min_tokens} forbids the end-of-text and stop token ids, "
+                "which are the whole vocabulary; give fewer stop_token_ids"
+            )
         return cls(
             prompt_index=prompt_index,
             sample_index=sample_index,
@@ -130,6 +160,8 @@ class Request:
             self._finish("error", "the model's logits are not finite (NaN or infinity) for this request")
         if self.finished and self.stream is not None:
             text += self.stream.finish()
+            if self.finish_reason == "length" and self.stream.stopped:  # U+FFFD for half a character can complete one
+                self._finish("stop", self.stream.stop_reason)
         new_tables = tuple(tables[:taken])
         self.tables.extend(new_tables)
         if taken == 0 and not self.finished:
@@ -163,13 +195,20 @@ class Request:
         )
 
 
-def per_prompt(params: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    """One SamplingParams for each prompt. Raises ValueError if a list has another length."""
+def per_prompt(params: object, num_prompts: int) -> list[SamplingParams]:
+    """One SamplingParams for each prompt. Raises ValueError for a list of another length and for anything else."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
+    if not isinstance(params, Iterable) or isinstance(params, str | Mapping):
+        raise ValueError(
+            f"params is {reprlib.repr(params)}; expected a SamplingParams or a list with one for each prompt"
+        )
     listed = list(params)
+    for row in listed:
+        if not isinstance(row, SamplingParams):
+            raise ValueError(f"params holds {reprlib.repr(row)}; expected SamplingParams only")
     if len(listed) != num_prompts:
         raise ValueError(f"{len(listed)} sampling parameters for {num_prompts} prompts; give one each, or one for all")
     return listed

@@ -172,7 +172,10 @@ def _number(name: str, value: object, low: float, high: float, low_open: bool = 
     expected = f"a number in {'(' if low_open else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _error(name, value, expected)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction beyond 1e308
+        number = math.inf
     if math.isnan(number) or not low <= number <= high or (low_open and number == low):
         raise _error(name, value, expected)
     return number

@@ -2,14 +2,19 @@
 
 import json
 import pathlib
+import time
 
+import jax.numpy as jnp
 import markov
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from checkpoints.safetensors import read_json
-from jaxinfer.generation import generate
+from jaxinfer.batch import Limits, plan_prefill
+from jaxinfer.generation import _groups, generate, requests_for, stream
+from jaxinfer.request import encode_prompt, list_prompts, per_prompt
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
 
@@ -105,3 +110,85 @@ def test_a_json_file_that_is_a_device_is_refused(tmp_path: pathlib.Path):
     (tmp_path / "config.json").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match="is not a file"):
         read_json(tmp_path, "config.json")
+
+
+# --- Prompts and parameters
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 3, 2.5, b"AB", bytearray(b"A"), memoryview(b"A"), {"prompt": [0]}, {0, 1}, np.array(3)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_holds_no_prompts_is_refused(prompts: object):
+    with pytest.raises(ValueError, match=r"prompts is .*; expected a string, a list of token ids, or a list of either"):
+        list_prompts(prompts)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 2.5, b"AB", {"prompt": [0]}, [0.5], [None], [[0]], np.array([0.0]), [np.bool_(True)], [True]]
+)
+def test_what_is_no_prompt_is_refused(prompt: object):
+    with pytest.raises(ValueError, match=r"prompt 7 .*a prompt is a string or a list of int token ids"):
+        encode_prompt(ABC, prompt, 7)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        (ids for ids in ([0], [1])),
+        iter(["A", "BC"]),
+        jnp.array([[0], [1]], jnp.int32),
+        [jnp.array([0], jnp.int32), np.array([1], np.uint8)],
+        np.array(["A", "BC"]),
+    ],
+    ids=["generator", "iterator", "jax", "arrays", "strings"],
+)
+def test_prompts_may_come_from_any_iterable_or_array(prompts):
+    assert [output.token_ids for output in generate(ABC, prompts, GREEDY)] == [(1, 2, 3), (2, 3, markov.END)]
+
+
+def test_a_jax_array_of_ids_is_one_prompt():
+    (output,) = generate(ABC, jnp.array([0, 1], jnp.int32), GREEDY)
+    assert output.prompt_token_ids == (0, 1)
+
+
+@pytest.mark.parametrize("params", [3, "x", {"max_tokens": 2}, [None], [{}], SamplingParams])
+def test_what_is_no_sampling_params_is_refused(params: object):
+    with pytest.raises(ValueError, match=r"params (is|holds) .*; expected"):
+        per_prompt(params, 1)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 10**400}, {"top_p": 10**400}, {"logit_bias": {1: 10**400}}])
+def test_numbers_beyond_float64_are_out_of_range(fields: dict):
+    with pytest.raises(ValueError, match="expected a number in"):
+        SamplingParams(**fields)
+
+
+def test_forbidding_the_whole_vocabulary_is_refused():
+    """All logits would be -inf, which would be reported as a model whose logits are not finite."""
+    everything = range(markov.VOCAB - 1)  # and the end of text, which min_tokens forbids too
+    with pytest.raises(ValueError, match=r"min_tokens=2 forbids .* are the whole vocabulary"):
+        generate(ABC, [[0]], SamplingParams(min_tokens=2, stop_token_ids=everything))
+    (output,) = generate(ABC, [[0]], SamplingParams(min_tokens=2, stop_token_ids=range(markov.VOCAB - 2)))
+    assert output.token_ids[:2] == (markov.END,) * 2
+
+
+def test_a_stop_string_completed_by_the_flush_is_a_stop():
+    """The bytes cut off by max_tokens become U+FFFD, which a stop string may hold."""
+    model = markov.model(markov.chain(0, 1), tokenizer=markov.byte_tokenizer([b"a", b"b\xe2\x82"]))
+    params = SamplingParams(max_tokens=1, temperature=0.0, stop="b\ufffd")
+    (output,) = generate(model, [[0]], params)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("", "stop", "b\ufffd")
+    (delta,) = stream(model, [[0]], params)
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", "b\ufffd")
+
+
+def test_planning_ten_thousand_rows_takes_no_time():
+    """Once quadratic twice over: half a minute for one batch of 16384."""
+    start = time.perf_counter()
+    groups = plan_prefill([1 + row % 7 for row in range(4096)], Limits(512, 1024, 4))
+    requests = requests_for(ABC, [[0]], SamplingParams(max_tokens=1, n=10_000))
+    (batch,) = _groups(ABC, requests, 10_000)
+    assert sum(len(group.rows) for group in groups) == 4096 and len(batch) == 10_000
+    assert time.perf_counter() - start < 10
