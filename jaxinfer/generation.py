@@ -1,11 +1,7 @@
 """The functional front door: `generate` and `stream` for prompts, `logits` for teacher-forced scores."""
 
-import os
-import pathlib
-import sys
 from collections.abc import Generator, Iterable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
@@ -13,6 +9,7 @@ from tqdm.auto import tqdm
 
 from jaxinfer import kv_cache, steps
 from jaxinfer.batch import PAGE_SIZE, Batch, Limits, bucket, cache_tokens, pages_for
+from jaxinfer.memory import free_device_bytes, free_host_bytes
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta, RequestOutput
 from jaxinfer.request import Prompt, Request, encode_prompt, list_prompts, per_prompt
@@ -151,18 +148,5 @@ def _gigabytes(num_bytes: int) -> str:
 
 def _free_bytes() -> int:
     """Bytes a new cache may take: what the device's allocator has left, less a tenth for activations."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats is not None and "bytes_limit" in stats:
-        return int(0.9 * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    return _free_host_bytes() // 2
-
-
-def _free_host_bytes() -> int:
-    """Memory that the operating system can still give; where it does not tell, all of it."""
-    meminfo = pathlib.Path("/proc/meminfo")
-    if meminfo.exists():  # MemAvailable counts cached files, which give way; sysconf's free pages do not
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    if hasattr(os, "sysconf"):  # macOS
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return sys.maxsize
+    free = free_device_bytes()
+    return free_host_bytes() // 2 if free is None else int(0.9 * free)

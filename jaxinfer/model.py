@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -23,8 +24,17 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.config_gguf import from_gguf
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.decoder import Params
+from jaxinfer.memory import free_device_bytes, free_host_bytes
 from jaxinfer.packed_weights import from_gguf_blocks
-from jaxinfer.params import ParamSpec, ReadInto, assemble, canonical_shapes, num_parameters, random_params
+from jaxinfer.params import (
+    ParamSpec,
+    ReadInto,
+    assemble,
+    canonical_shapes,
+    least_bytes,
+    num_parameters,
+    random_params,
+)
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 from pallas_kernels.int4_matmul import PackedInt4
 
@@ -98,6 +108,7 @@ def load(
             if random_weights is None:
                 params = _load_gguf(checkpoint, config, weights_dtype, packed, name, progress)
                 return Model(config, params, tokenizer, weights_dtype, name)
+    _check_memory(config, weights_dtype, quantize == "int4", name)
     params = random_params(config, weights_dtype, random_weights, int4=quantize == "int4")
     return Model(config, params, tokenizer, weights_dtype, name)
 
@@ -130,9 +141,26 @@ def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
     raise ValueError(f"dtype={dtype!r}: weights can be float32, bfloat16 or float16")
 
 
+def _check_memory(config: ModelConfig, dtype: jnp.dtype, packed: bool, name: str) -> None:
+    """Raises ValueError for weights that cannot fit, as those of a damaged configuration may not."""
+    free = free_device_bytes()
+    if free is None:
+        if jax.default_backend() != "cpu":
+            return
+        free = free_host_bytes()
+    needed = least_bytes(config, dtype, packed=packed)
+    if needed > free:
+        raise ValueError(
+            f"{name}: the weights take at least {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; "
+            "load a smaller model, or with a smaller dtype"
+        )
+
+
 def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Path:
     """The folder or .gguf file that was meant; names that are no path are pulled."""
-    path = pathlib.Path(path_or_name).expanduser()
+    path = pathlib.Path(path_or_name)
+    with contextlib.suppress(RuntimeError):  # ~name of nobody here
+        path = path.expanduser()
     if not path.exists():
         text = os.fspath(path_or_name)
         is_file_name = path.suffix in (".gguf", ".safetensors", ".json") and ":" not in text
@@ -228,9 +256,10 @@ def _read_params(
         skipped[head.name] = "the configuration ties the head to the embedding"
     shapes = canonical_shapes(config)
     names.check_complete(expected=shapes, sources=sources, skipped=skipped, tensors=checkpoint.tensors, where=name)
+    _check_memory(config, dtype, read_packed is not None, name)
     if head is not None and not _same_rows(checkpoint, head.name, sources["embed_tokens.weight"].name):
         log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, head.name)
-    total = sum(int(np.prod(shape)) for shape in shapes.values()) * dtype.itemsize
+    total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not progress, leave=False) as bar:
         return assemble(config, dtype, _reader(checkpoint, sources), bar.update, read_packed)
 

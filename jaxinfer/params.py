@@ -101,7 +101,16 @@ def canonical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def num_parameters(config: ModelConfig) -> int:
     """Number of weights, a tied head counted once."""
-    return sum(int(np.prod(spec.shape)) for spec in _all_specs(config))
+    return sum(math.prod(spec.shape) for spec in _all_specs(config))
+
+
+def least_bytes(config: ModelConfig, dtype: jnp.dtype | type, *, packed: bool) -> int:
+    """Bytes that the weights take at least; `packed`: those of the layers may have 4 bits."""
+
+    def bits(spec: ParamSpec) -> int:
+        return 32 if spec.is_norm else 4 if packed and spec.is_linear else 8 * jnp.dtype(dtype).itemsize
+
+    return sum(math.prod(spec.shape) * bits(spec) for spec in _all_specs(config)) // 8
 
 
 def _build(config: ModelConfig, make: Callable[[ParamSpec], Any]) -> Params:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import jaxinfer.batch
 import jaxinfer.generation
+import jaxinfer.memory
 from jaxinfer.batch import Batch, Limits, bucket, pages_for, plan_prefill
 from jaxinfer.generation import generate, logits, stream
 from jaxinfer.model import Model, load
@@ -303,7 +304,7 @@ def test_free_memory_is_that_of_the_system():
     free = jaxinfer.generation._free_bytes()
     assert 10**6 < free < 2**50
     if jax.default_backend() == "cpu":
-        assert free == pytest.approx(jaxinfer.generation._free_host_bytes() / 2, rel=0.2)
+        assert free == pytest.approx(jaxinfer.memory.free_host_bytes() / 2, rel=0.2)
 
 
 # --- Plans
