@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 
+from checkpoints.errors import CheckpointError
 from checkpoints.pull import cache_folder
 
 log = logging.getLogger("jaxinfer")
@@ -32,7 +33,11 @@ def enable_persistent_cache() -> pathlib.Path | None:
         return None
     configured = jax.config.jax_compilation_cache_dir
     if configured is None:
-        folder = cache_folder() / "xla"
+        try:
+            folder = cache_folder() / "xla"
+        except CheckpointError as error:  # no home folder: a model on disk needs none
+            log.warning("compiled programs are not kept: %s", error)
+            return None
         try:
             # Others who can write here could have this process run their code, as JAX's documentation warns.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,9 +1,14 @@
 """Inputs that once ended in a traceback, a hang or a wrong result, found by attacking the library from outside."""
 
+import importlib
+import io
 import json
 import pathlib
+import subprocess
+import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import markov
 import numpy as np
@@ -11,12 +16,16 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
+import jaxinfer.cli
 from checkpoints.safetensors import read_json
 from jaxinfer.batch import Limits, plan_prefill
 from jaxinfer.generation import _groups, generate, requests_for, stream
+from jaxinfer.model import load
+from jaxinfer.params import least_bytes, num_parameters
 from jaxinfer.request import encode_prompt, list_prompts, per_prompt
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
+from jaxinfer.tokenization.chat_template import render
 
 ABC = markov.model(markov.chain(0, 1, 2, 3))
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
@@ -192,3 +201,115 @@ def test_planning_ten_thousand_rows_takes_no_time():
     (batch,) = _groups(ABC, requests, 10_000)
     assert sum(len(group.rows) for group in groups) == 4096 and len(batch) == 10_000
     assert time.perf_counter() - start < 10
+
+
+# --- Memory
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"vocab_size": 2**31 - 1},
+        {"num_hidden_layers": 10_000, "hidden_size": 2**20},
+        {"head_dim": 2**31 - 2, "num_attention_heads": 2**31 - 1, "num_key_value_heads": 1, "hidden_size": 2**31 - 1},
+    ],
+)
+def test_weights_that_cannot_fit_are_refused_before_they_are_made(tmp_path: pathlib.Path, fields: dict):
+    """The sizes of the last one overflow 64 bits."""
+    (tmp_path / "config.json").write_text(json.dumps(markov.CONFIG | fields))
+    with pytest.raises(ValueError, match=r"the weights take at least .* GB and .* GB are free"):
+        load(tmp_path, random_weights=0)
+
+
+def test_the_least_size_of_weights():
+    config = ABC.config
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(ABC.params))
+    assert least_bytes(config, jnp.float32, packed=False) == whole == 4 * num_parameters(config)
+    assert least_bytes(config, jnp.float32, packed=True) < whole
+    assert least_bytes(config, jnp.bfloat16, packed=False) < whole
+
+
+# --- Surroundings
+
+
+def test_a_model_on_disk_needs_no_home_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    """A container may run under a user that has none."""
+
+    def no_home() -> pathlib.Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    markov.save(tmp_path, markov.chain(0, 1, 2))
+    for name in ("HOME", "XDG_CACHE_HOME", "JAXINFER_CACHE", "JAXINFER_COMPILATION_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pathlib.Path, "home", no_home)
+    assert generate(load(tmp_path, progress=False), "A", GREEDY)[0].token_ids[:2] == (1, 2)
+    assert "compiled programs are not kept: this user has no home folder" in caplog.text
+
+
+def test_the_home_folder_of_nobody_is_a_missing_path():
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        load("~no-such-user/model")
+
+
+def test_a_template_of_too_many_nested_loops_is_refused():
+    """Jinja turns it into Python that does not compile."""
+    template = "{% for x in [1] %}" * 30 + "{% endfor %}" * 30
+    with pytest.raises(ValueError, match="the chat template refuses these messages: too many statically nested"):
+        render(template, [{"role": "user"}], add_generation_prompt=True)
+
+
+# --- Command line
+
+
+def test_json_is_whole_whatever_the_terminal_can_show(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """Characters that the encoding of standard output lacks were printed as question marks."""
+    words = ["A", "\u4f60", *(f"w{i}" for i in range(2, markov.VOCAB - 1)), "<eos>"]
+    markov.save(tmp_path, markov.chain(0, 1, markov.EOS))
+    markov.backend(words).save(str(tmp_path / "tokenizer.json"))
+    for encoding in ("latin-1", "utf-8"):
+        output = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", output)
+        assert jaxinfer.cli.main(["generate", str(tmp_path), "--prompt", "A", "--json", "--quiet"]) == 0
+        printed = output.buffer.getvalue().decode(encoding)  # pyright: ignore[reportAttributeAccessIssue]  # a BytesIO
+        assert json.loads(printed)["completions"][0]["text"] == "\u4f60"
+        assert ("\u4f60" in printed) == (encoding == "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[" * 100_000, "line 1 is not JSON"), (b'{"prompt": "A\\ud800"}', "prompt 0: the text is not Unicode")],
+)
+def test_bad_lines_of_a_jsonl_file_are_bad_input(tmp_path: pathlib.Path, capsys, content: bytes, message: str):
+    markov.save(tmp_path, markov.chain(0, 1))
+    (tmp_path / "prompts.jsonl").write_bytes(content)
+    arguments = ["generate", str(tmp_path), "--prompts-file", str(tmp_path / "prompts.jsonl")]
+    assert jaxinfer.cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: pathlib.Path, capsys):
+    markov.save(tmp_path, markov.chain(0, 1, markov.EOS))
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfA\n")
+    arguments = ["generate", str(tmp_path), "--prompts-file", str(tmp_path / "prompts.txt"), "--temperature", "0"]
+    assert jaxinfer.cli.main(arguments) == 0
+    assert capsys.readouterr().out == "BC\n"
+
+
+def test_closed_standard_streams_are_empty_ones():
+    """`jaxinfer ... <&- >&-`, as some supervisors start programs: Python has None for them."""
+    command = 'exec "$0" -m jaxinfer.cli pull no-such-model <&- >&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: unknown model")
+    script = "import sys; sys.stdin = sys.stdout = None; from jaxinfer.cli import main, sys; main(['pull', 'x']);"
+    script += "assert not sys.stdin.read() and not sys.stdout.write('')"
+    subprocess.run([sys.executable, "-c", script], check=True, stderr=subprocess.DEVNULL)
+
+
+def test_an_interruption_while_a_command_is_imported_is_exit_code_130(monkeypatch: pytest.MonkeyPatch):
+    """Importing JAX takes a second or two, and Ctrl-C then showed where it was."""
+
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert jaxinfer.cli.main(["info", "x"]) == 130

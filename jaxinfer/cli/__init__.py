@@ -75,12 +75,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. `arguments` are those of the process if not given."""
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the answer
     options = parser().parse_args(arguments)
-    command = importlib.import_module(f"jaxinfer.cli.{options.command}")
     try:
+        command = importlib.import_module(f"jaxinfer.cli.{options.command}")  # takes seconds, in which Ctrl-C may come
         code = command.run(options)
         sys.stdout.flush()
         return code
@@ -95,6 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {describe(error)}", file=sys.stderr)
         return 2
+
+
+def _open_standard_streams() -> None:
+    """Python has None for a standard stream that the caller has closed (`>&-`), which nothing here expects."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 (open to the end)
 
 
 def describe(error: Exception) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxinfer.cli.options import sampling_values
+from jaxinfer.cli.options import json_line, sampling_values
 from jaxinfer.generation import generate, stream
 from jaxinfer.model import Model, load
 from jaxinfer.request import Prompt
@@ -104,7 +104,7 @@ def _print_json(
             ],
             "prompt_logprobs": _tables(model, output.prompt_logprobs),
         }
-        print(json.dumps(record, ensure_ascii=False, allow_nan=False))
+        print(json_line(record))
     if not options.quiet:
         print(speed.total(), file=sys.stderr)
     return _report(failures)
@@ -212,7 +212,7 @@ def _chat_or_text(text: str, params: SamplingParams, options: argparse.Namespace
 def _lines(name: str) -> list[str]:
     """Lines of a file that are not blank; `-` is standard input."""
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
     lines = [line for line in text.split("\n") if line.strip()]
@@ -225,7 +225,7 @@ def _from_json(line: str, where: str, values: dict[str, Any], options: argparse.
     """One line of a .jsonl file."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     kinds = ("prompt", "token_ids", "messages")
     if not isinstance(record, dict) or len(record.keys() & set(kinds)) != 1 or record.keys() - {*kinds, "params"}:

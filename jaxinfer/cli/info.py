@@ -4,13 +4,13 @@ import argparse
 import collections
 import dataclasses
 import itertools
-import json
 import math
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 from jaxinfer import kv_cache
+from jaxinfer.cli.options import json_line
 from jaxinfer.config import RopeConfig
 from jaxinfer.model import inspect, weights_dtype_for
 from jaxinfer.params import canonical_shapes, num_parameters
@@ -21,7 +21,7 @@ KINDS = ("embedding", "attention", "mlp", "norms", "head")
 def run(options: argparse.Namespace) -> int:
     """Prints the facts as text or JSON."""
     facts = gather(options.model, options.dtype)
-    print(json.dumps(facts, ensure_ascii=False, allow_nan=False) if options.json else "\n".join(_lines(facts)))
+    print(json_line(facts) if options.json else "\n".join(_lines(facts)))
     return 0
 
 

@@ -4,6 +4,8 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import json
+import sys
 import textwrap
 import types
 import typing
@@ -62,6 +64,12 @@ def sampling_values(options: argparse.Namespace) -> dict[str, Any]:
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
     return options.sampling_defaults | given
+
+
+def json_line(value: Any) -> str:
+    """Strict JSON in one line; readable where standard output is UTF-8, else in ASCII, so that no character is lost."""
+    readable = (sys.stdout.encoding or "").lower().replace("_", "-") in ("utf-8", "utf8")
+    return json.dumps(value, ensure_ascii=not readable, allow_nan=False)
 
 
 def _how(field: dataclasses.Field) -> dict[str, Any]:

@@ -60,11 +60,13 @@ def render(
         ArithmeticError,
         AttributeError,
         LookupError,
+        MemoryError,
         RecursionError,
+        SyntaxError,  # of the Python that Jinja writes: more than 20 nested loops
         TypeError,
         ValueError,
     ) as error:
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
+        raise ValueError(f"the chat template refuses these messages: {str(error) or type(error).__name__}") from error
     return "".join(blocks)
 
 
