@@ -1,0 +1,35 @@
+"""Runs the tests that need a GPU and records how many passed.
+
+python -m benchmarks.gpu_tests [--results DIR] [pytest arguments]
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+from benchmarks.harness import RESULTS, ROOT, Recorder
+
+FILES = ("test_decode_attention.py", "test_int4_matmul.py", "test_paged_attention.py")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
+    arguments, rest = parser.parse_known_args()
+    # A process of its own: it must not share the card's memory with this one, which the recorder asks for its name.
+    environment = os.environ | {"JAXINFER_TEST_PLATFORM": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    paths = [str(ROOT.parent / "tests" / name) for name in FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *paths, *rest]
+    answer = subprocess.run(command, env=environment, cwd=ROOT.parent, capture_output=True, text=True, check=False)
+    print(answer.stdout, answer.stderr, sep="\n")
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", answer.stdout)}
+    metrics = {word: (float(counts.get(word, 0)), "tests") for word in ("passed", "failed", "error", "skipped")}
+    Recorder("gpu_tests", arguments.results).record({"files": " ".join(FILES)}, metrics)
+    sys.exit(answer.returncode)
+
+
+if __name__ == "__main__":
+    main()
