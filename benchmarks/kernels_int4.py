@@ -1,18 +1,17 @@
 """Checks and times the INT4 matrix product: kernel by kernel by CUPTI, and as a chain such as decoding runs.
 
-    python -m benchmarks.kernels_int4            # every case, most telling first, until BUDGET_SECONDS (75) are over
+    python -m benchmarks.kernels_int4            # every case, most telling first, until --seconds (75) are over
     python -m benchmarks.kernels_int4 chain      # the cases whose name contains the word
 
-Weights are rotated past the L2 cache. TB/s counts the codes only. Prints a line a case; with $OUT set, also appends
-JSON lines to $OUT/kernels_int4.jsonl.
+Weights are rotated past the L2 cache. TB/s counts the codes only. Every case prints its prediction, its relative error
+against a float32 product and whether its bits repeat.
 """
 
+import argparse
 import dataclasses
 import functools
-import json
-import os
+import pathlib
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -23,12 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
+from benchmarks.harness import RESULTS, Recorder, read_rate
 from pallas_kernels.int4_matmul import PackedInt4, dequantize, mosaic, tuning
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Stream
 
-STARTED = time.perf_counter()
-BUDGET_SECONDS = float(os.environ.get("BUDGET_SECONDS", "75"))
 ROTATED_BYTES = 256 << 20
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -50,11 +48,22 @@ class Case:
         return self.schedule or tuning.plan_for(self.m, weight).schedule
 
     @property
-    def name(self) -> str:
+    def record(self) -> dict[str, object]:
         s = self.chosen
-        schedule = f"{s.warps}w{s.parts}p{s.strips}s{s.depth}d{s.ahead} {s.blocks}b"
-        other = "" if (self.group, self.kind) == (128, "zero_point") else f" g{self.group} {self.kind}"
-        return f"k{self.k} n{self.n} m{self.m}{other} {schedule} {self.only}".rstrip()
+        return {
+            "op": "int4_matmul",
+            "m": self.m,
+            "k": self.k,
+            "n": self.n,
+            "group": self.group,
+            "zero": self.kind,
+            "schedule": f"{s.warps}w{s.parts}p{s.strips}s{s.depth}d{s.ahead} {s.blocks}b",
+            "part": self.only or "all",
+        }
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.record.items())
 
 
 UP, DOWN = (4096, 14336), (14336, 4096)
@@ -145,7 +154,7 @@ def timed(function: Callable[..., Any], *arguments: Any, iterations: int = 6) ->
     return ours, (sum(t for _, t in kernels) - sum(ours)) / len(ours)
 
 
-def run(case: Case) -> None:
+def run(recorder: Recorder, rate: float, case: Case) -> None:
     weights = weights_of(case.k, case.n, case.group, case.kind)
     x, expected = inputs(case.m, case.k, case.n, case.group, case.kind)
     schedule = case.chosen
@@ -168,10 +177,10 @@ def run(case: Case) -> None:
     times, others = timed(lambda x, weights: [product(w, x) for w in weights], x, weights)
     spread = statistics.quantiles(times, n=10)
     note += f"p10-p90 {spread[0]:.1f}-{spread[-1]:.1f} sum {others:.1f} us compile {compile_seconds:.1f}s"
-    report(case.name, statistics.median(times), case.predicted_us, case.k * case.n / 2, note, dataclasses.asdict(case))
+    report(recorder, rate, case.record, statistics.median(times), case.predicted_us, case.k * case.n / 2, note)
 
 
-def chain(m: int, up: Schedule, down: Schedule, predicted_us: float) -> None:
+def chain(recorder: Recorder, rate: float, m: int, up: Schedule, down: Schedule, predicted_us: float) -> None:
     """A loop in which every product waits for the one before, as in decoding: 4096 -> 14336 -> 4096 -> ..."""
     pairs = list(zip(weights_of(*UP, 128, "zero_point")[:4], weights_of(*DOWN, 128, "zero_point")[:4], strict=True))
 
@@ -193,37 +202,49 @@ def chain(m: int, up: Schedule, down: Schedule, predicted_us: float) -> None:
         started = time.perf_counter()
         jax.block_until_ready(loop(x, pairs))
         times.append((time.perf_counter() - started) / rounds / 8 * 1e6)
-    name = f"chain m{m} {'early launch' if up.early_launch else 'plain'}"
+    case: dict[str, object] = {
+        "op": "int4_matmul",
+        "m": m,
+        "part": "chain, early launch" if up.early_launch else "chain",
+    }
     note = f"norm {float(jnp.linalg.norm(first.astype(jnp.float32))):.4g} best {min(times):.2f}"
-    report(name, statistics.median(times), predicted_us, UP[0] * UP[1] / 2, note, {"chain": True, "m": m})
+    report(recorder, rate, case, statistics.median(times), predicted_us, UP[0] * UP[1] / 2, note)
 
 
-def report(name: str, us: float, predicted: float, nbytes: float, note: str, record: dict[str, Any]) -> None:
-    rate = nbytes / us / 1e6
-    print(f"{name:54s} {us:7.2f} us {rate:5.2f} TB/s  predicted {predicted:5.1f}  {note}", flush=True)
-    if out := os.environ.get("OUT"):
-        with open(os.path.join(out, "kernels_int4.jsonl"), "a") as file:
-            file.write(json.dumps({"name": name, "us": us, "tb_per_s": rate, "note": note, **record}) + "\n")
+def report(
+    recorder: Recorder, rate: float, case: dict[str, object], us: float, predicted: float, nbytes: float, note: str
+) -> None:
+    """`rate`: the bytes per second at which this card reads memory."""
+    print(f"predicted {predicted:.1f} us, {note}")
+    read = nbytes / us * 1e6
+    recorder.record(case, {"us": (us, "us"), "tb_per_s": (read / 1e12, "TB/s"), "hbm_share": (read / rate, "")})
 
 
 def main() -> None:
-    print(jax.__version__, jax.devices()[0].device_kind, flush=True)
-    jobs: list[tuple[str, Callable[[], None]]] = [(case.name, functools.partial(run, case)) for case in CASES]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="run the cases whose name contains one of them")
+    parser.add_argument("--seconds", type=float, default=75.0, help="start no case after this time")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    recorder, rate = Recorder("kernels", arguments.results), read_rate()
+    jobs: list[tuple[str, Callable[[], None]]] = [
+        (case.name, functools.partial(run, recorder, rate, case)) for case in CASES
+    ]
     early = [dataclasses.replace(s, ahead=s.depth, early_launch=True) for s in (WIDE, TALL)]
-    jobs.insert(CHAIN_AFTER, ("chain early launch", functools.partial(chain, 8, *early, 13.0)))
+    jobs.insert(CHAIN_AFTER, ("chain early launch", functools.partial(chain, recorder, rate, 8, *early, 13.0)))
     for name, job in jobs:
-        if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+        if arguments.words and not any(word in name for word in arguments.words):
             continue
-        if time.perf_counter() - STARTED > BUDGET_SECONDS:
+        if time.perf_counter() - started > arguments.seconds:
             print(f"{name}: left out, the time is up", flush=True)
             continue
         try:
             job()
-        except Exception as error:  # one failing case must not cost the run on a lent machine
-            print(f"{name}: FAILED {type(error).__name__}: {str(error)[:400]}", flush=True)
-            if os.environ.get("TRACEBACK"):
-                traceback.print_exc()
-    print(f"total {time.perf_counter() - STARTED:.0f} s", flush=True)
+        except Exception:  # one failing case must not cost the others
+            print(f"{name}: FAILED", flush=True)
+            traceback.print_exc()
+    print(f"total {time.perf_counter() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

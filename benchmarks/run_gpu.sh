@@ -13,7 +13,7 @@ step() {
     timeout "$limit" python3 -m "$@" || echo "-- exit $? (124: over $limit s): $*"
 }
 
-step 90 benchmarks.kernels_int4
+step 90 benchmarks.kernels_int4 --results "$results"
 step 90 benchmarks.kernels_attention --seconds 45 --results "$results"
 step 120 benchmarks.decode --model llama-3-8b --batch 1 16 64 --first-token 128 2048 --results "$results"
 step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --results "$results"
