@@ -1,5 +1,6 @@
 """Compiled programs kept on disk, so that the second process that runs a model compiles nothing."""
 
+import errno
 import logging
 import os
 import pathlib
@@ -41,10 +42,11 @@ def enable_persistent_cache() -> pathlib.Path | None:
         try:
             # Others who can write here could have this process run their code, as JAX's documentation warns.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            reason = None if os.access(folder, os.W_OK) else os.strerror(errno.EACCES)
         except OSError as error:
-            log.warning(
-                "compiled programs are not kept: %s: %s; JAXINFER_CACHE chooses another folder", folder, error.strerror
-            )
+            reason = error.strerror
+        if reason is not None:  # JAX would warn twice a program
+            log.warning("compiled programs are not kept: %s: %s; JAXINFER_CACHE chooses another folder", folder, reason)
             return None
         jax.config.update("jax_compilation_cache_dir", str(folder))
         _set_unless_chosen("jax_compilation_cache_max_size", MAX_BYTES, default=-1)

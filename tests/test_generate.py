@@ -280,6 +280,7 @@ WIDE = dataclasses.replace(LLAMA.config, max_position_embeddings=4096)
 
 def test_what_does_not_fit_at_once_runs_in_turn(monkeypatch: pytest.MonkeyPatch):
     """Room for two rows. No cache is alive any more when the next is allocated."""
+    expected = [alone(index) for index in range(5)]
     monkeypatch.setattr(jaxinfer.generation, "_free_bytes", lambda: 33 * 16 * 256)
     create = Batch.__init__
     pools: list[weakref.ref] = []
@@ -292,7 +293,7 @@ def test_what_does_not_fit_at_once_runs_in_turn(monkeypatch: pytest.MonkeyPatch)
         pools.append(weakref.ref(self.cache.keys[0]))
 
     monkeypatch.setattr(Batch, "__init__", watched)
-    assert tokens_of(PROMPTS, params()) == [alone(index) for index in range(5)]
+    assert tokens_of(PROMPTS, params()) == expected
     assert sizes == [2, 2, 1]
     pools.clear()
     list(stream(LLAMA, PROMPTS, params()))

@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tokenizers import models, pre_tokenizers, processors
 import jaxinfer.cli
 from checkpoints.safetensors import read_json
 from jaxinfer.batch import Limits, plan_prefill
+from jaxinfer.compilation import enable_persistent_cache
 from jaxinfer.generation import _groups, generate, requests_for, stream
 from jaxinfer.model import load
 from jaxinfer.params import least_bytes, num_parameters
@@ -244,6 +246,16 @@ def test_a_model_on_disk_needs_no_home_folder(tmp_path: pathlib.Path, monkeypatc
     monkeypatch.setattr(pathlib.Path, "home", no_home)
     assert generate(load(tmp_path, progress=False), "A", GREEDY)[0].token_ids[:2] == (1, 2)
     assert "compiled programs are not kept: this user has no home folder" in caplog.text
+
+
+def test_a_cache_folder_that_cannot_be_written_is_said_once(tmp_path: pathlib.Path, monkeypatch, caplog):
+    """It is there already, on a file system mounted for reading: JAX warned twice for each program."""
+    (tmp_path / "xla").mkdir()
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("JAXINFER_COMPILATION_CACHE", "on")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # a superuser may write whatever the mode bits say
+    assert enable_persistent_cache() is None
+    assert caplog.text.count("xla: Permission denied; JAXINFER_CACHE chooses another folder") == 1
 
 
 def test_the_home_folder_of_nobody_is_a_missing_path():
