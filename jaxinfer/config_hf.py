@@ -11,7 +11,7 @@ from typing import Any
 from jaxinfer.config import LayerConfig, ModelConfig
 from jaxinfer.config_hf_defaults import DEFAULTS
 from jaxinfer.config_hf_rope import rope_config
-from jaxinfer.config_keys import Keys
+from jaxinfer.config_keys import Keys, show
 
 SUPPORTED = (*DEFAULTS, "gemma3")
 ACTIVATIONS = {
@@ -80,7 +80,7 @@ def _text_keys(config: Mapping[str, Any]) -> Keys:
         raise ValueError("config.json: model_type is missing; it names the architecture, such as llama")
     if model_type not in SUPPORTED:
         raise ValueError(
-            f"config.json: model_type {model_type!r} is not supported{_hint(model_type, config)}; "
+            f"config.json: model_type {show(model_type)} is not supported{_hint(model_type, config)}; "
             f"supported are {', '.join(sorted(SUPPORTED))}"
         )
     if model_type != "gemma3":
@@ -141,7 +141,7 @@ def _layer_types(keys: Keys) -> list[str]:
     if given is not None:
         for kind in given:
             if kind not in ("full_attention", "sliding_attention"):
-                raise keys.error("layer_types", f"has {kind!r}; known are full_attention and sliding_attention")
+                raise keys.error("layer_types", f"has {show(kind)}; known are full_attention and sliding_attention")
         return given
     family = keys.defaults["model_type"]
     if family == "gemma3_text":
@@ -200,7 +200,7 @@ def _eos_token_ids(
 def _id_list(keys: Keys, value: Any) -> list[int]:
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ValueError(f"config.json: eos_token_id is {value!r}; expected an integer or a list of integers")
+        raise ValueError(f"config.json: eos_token_id is {show(value)}; expected an integer or a list of integers")
     return list(ids)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from jaxinfer.config import RopeConfig, RopeKind
-from jaxinfer.config_keys import Keys
+from jaxinfer.config_keys import Keys, show
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _DEFAULTS = {
@@ -108,7 +108,7 @@ def _kind(found: Keys, family: str) -> RopeKind:
     kind = (kinds | aliases).get(given) if isinstance(given, str) else None
     if kind is None:
         known = ", ".join(kinds)
-        raise ValueError(f"{found.place}: rope_type {given!r} is not supported; supported are {known}")
+        raise ValueError(f"{found.place}: rope_type {show(given)} is not supported; supported are {known}")
     return kind
 
 
@@ -131,7 +131,9 @@ def _llama3(found: Keys) -> dict[str, Any]:
 def _yarn(found: Keys, factor: float) -> dict[str, Any]:
     attention_factor = found.optional_number("attention_factor")
     if attention_factor is None:
-        mscale, mscale_all_dim = found.values.get("mscale"), found.values.get("mscale_all_dim")
+        # transformers takes 0 for absent.
+        names = ("mscale", "mscale_all_dim")
+        mscale, mscale_all_dim = (found.number(name) if found.values.get(name) else None for name in names)
         if mscale and mscale_all_dim:
             attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
         else:

@@ -1,8 +1,12 @@
 """Typed access to the keys of a parsed `config.json`, with defaults and one-line errors that name the key."""
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from typing import Any
+
+show = reprlib.Repr(maxstring=80, maxother=80, maxlong=80).repr
+"""`repr`, cut to a length that fits a message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Keys:
     def error(self, key: str, problem: str) -> ValueError:
         """A ValueError that names `key`, shows a short value, and says what the `problem` is."""
         value = self.values.get(key, self.defaults.get(key))
-        shown = key if isinstance(value, list | tuple | Mapping) else f"{key} {value!r}"
+        shown = key if isinstance(value, list | tuple | Mapping) else f"{key} {show(value)}"
         return ValueError(f"{self.place}: {shown} {problem}")
 
     def has(self, key: str) -> bool:
@@ -92,7 +96,7 @@ class Keys:
         raise ValueError(f"{self.place}: {key} is missing; it has no default for this kind of model")
 
     def _expected(self, key: str, value: Any, expected: str) -> ValueError:
-        return ValueError(f"{self.place}: {key} is {value!r}; expected {expected}")
+        return ValueError(f"{self.place}: {key} is {show(value)}; expected {expected}")
 
 
 def _is_positive_number(value: Any) -> bool:

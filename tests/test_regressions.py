@@ -21,6 +21,7 @@ import jaxinfer.cli
 from checkpoints.safetensors import read_json
 from jaxinfer.batch import Limits, plan_prefill
 from jaxinfer.compilation import enable_persistent_cache
+from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.generation import _groups, generate, requests_for, stream
 from jaxinfer.model import load
 from jaxinfer.params import least_bytes, num_parameters
@@ -121,6 +122,37 @@ def test_a_json_file_that_is_a_device_is_refused(tmp_path: pathlib.Path):
     (tmp_path / "config.json").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match="is not a file"):
         read_json(tmp_path, "config.json")
+
+
+# --- Configurations
+
+
+@pytest.mark.parametrize("mscale", ["x", [1.0], float("nan"), -7.213475204444817])
+def test_yarn_s_mscale_is_a_number_that_can_be_used(mscale: object):
+    """With the last one and factor 4 the attention factor was a division by zero."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": mscale}
+    with pytest.raises(ValueError, match=r"rope_scaling: mscale_all_dim is .*; expected a positive number"):
+        from_hugging_face(markov.CONFIG | {"rope_scaling": rope})
+    (layer,) = from_hugging_face(markov.CONFIG | {"rope_scaling": rope | {"mscale_all_dim": 0}}).layers
+    assert layer.rope is not None and layer.rope.attention_factor > 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"vocab_size": "x" * 10**6},
+        {"model_type": "x" * 10**6},
+        {"hidden_act": "x" * 10**6},
+        {"layer_types": ["x" * 10**6]},
+        {"eos_token_id": ["x" * 10**6]},
+        {"rope_scaling": {"rope_type": "x" * 10**6, "factor": 2.0}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_messages_do_not_quote_a_megabyte(fields: dict):
+    with pytest.raises(ValueError, match=next(iter(fields)).replace("rope_scaling", "rope_type")) as caught:
+        from_hugging_face(markov.CONFIG | fields)
+    assert len(str(caught.value)) < 500
 
 
 # --- Prompts and parameters
