@@ -221,7 +221,8 @@ def test_a_mixed_workload_compiles_once_a_bucket(compilations: Compilations, mon
     monkeypatch.setattr(Limits, "default", classmethod(lambda cls: limits))
     model = load_case("llama")
     # A configuration that no other test has, so that nothing is compiled yet.
-    model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=1021))
+    fields = {"max_position_embeddings": 1021, "num_tokens": model.config.num_tokens - 1}
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, **fields))
 
     def run(*lengths_and_tokens: tuple[int, int]) -> collections.Counter[str]:
         prompts = [[3 + place % 80 for place in range(length)] for length, _ in lengths_and_tokens]
