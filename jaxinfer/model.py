@@ -93,6 +93,8 @@ def load(
         raise ValueError(f"quantize={quantize!r}: known is int4")
     if quantize is not None and random_weights is None:
         raise ValueError("quantize needs random_weights: weights of a checkpoint keep the precision they are stored in")
+    if random_weights is not None and not (isinstance(random_weights, int) and 0 <= random_weights < 2**32):
+        raise ValueError(f"random_weights={random_weights!r}: a seed is an integer from 0 to 2**32 - 1")
     enable_persistent_cache()
     weights_dtype = weights_dtype_for(dtype)
     path = _resolve(path_or_name, progress)

@@ -80,9 +80,11 @@ def logprob_tables(tokens: Sequence[int], scores: TokenLogprobs, num_logprobs: i
     for row, token in enumerate(tokens):
         table = {int(token): Logprob(max(logprobs[row], LOWEST_LOGPROB), ranks[row])}
         listed = top_logprobs[row][:num_logprobs]
+        rank = 1
         for column, logprob in enumerate(listed):
+            if column and logprob < listed[column - 1]:  # equal tokens share the rank of the first
+                rank = column + 1
             if math.isfinite(logprob):
-                rank = 1 + listed.index(logprob)  # equal tokens share the rank of the first
                 table.setdefault(top_ids[row][column], Logprob(logprob, rank))
         tables.append(table)
     return tables

@@ -1,7 +1,9 @@
 """Inputs that once ended in a traceback, a hang or a wrong result, found by attacking the library from outside."""
 
+import functools
 import importlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -11,10 +13,13 @@ import time
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import markov
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
 import jaxinfer.cli
@@ -23,10 +28,12 @@ from jaxinfer.batch import Limits, plan_prefill
 from jaxinfer.compilation import enable_persistent_cache
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.generation import _groups, generate, requests_for, stream
-from jaxinfer.model import load
+from jaxinfer.model import Model, load
 from jaxinfer.params import least_bytes, num_parameters
 from jaxinfer.request import encode_prompt, list_prompts, per_prompt
+from jaxinfer.sampling_logprobs import logprob_tables, token_logprobs
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_state import SamplerVariant
 from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
 from jaxinfer.tokenization.chat_template import render
 
@@ -237,14 +244,112 @@ def test_planning_ten_thousand_rows_takes_no_time():
     assert time.perf_counter() - start < 10
 
 
+def test_a_table_of_the_whole_vocabulary_takes_no_time():
+    """Ranks were searched for from the start each time: 25 s a token with 50,000 tokens."""
+    size = 50_000
+    logits = jnp.repeat(jnp.arange(size // 2, dtype=jnp.float32), 2)[None, :] / size
+    scores = token_logprobs(logits, jnp.zeros(1, jnp.int32), size, size)
+    start = time.perf_counter()
+    (table,) = logprob_tables([0], scores, size)
+    assert time.perf_counter() - start < 2
+    assert len(table) == size
+    assert [score.rank for score in list(table.values())[1:6]] == [1, 1, 3, 3, 5]  # 0, the token itself, comes first
+    assert table[0].rank == size - 1
+
+
+@functools.cache
+def flat() -> Model:
+    """Nearly uniform, so that options show."""
+    return markov.model(markov.chain(*range(11), markov.EOS), scale=0.02)
+
+
+IDS = st.integers(0, markov.VOCAB - 1)
+FIELDS = {
+    "n": st.integers(1, 2),
+    "max_tokens": st.none() | st.integers(1, 70),
+    "min_tokens": st.integers(0, 20),
+    "temperature": st.sampled_from([0, 1e-5, 1e-3, 1, 1e6]),
+    "top_k": st.sampled_from([-1, 0, 1, 63, 64, 65, 2**31 - 1]),
+    "top_p": st.sampled_from([1e-300, 0.5, 1]),
+    "min_p": st.sampled_from([0, 1e-300, 0.5, 1]),
+    "seed": st.none() | st.integers(-(2**63), 2**64 - 1),
+    "stop": st.lists(st.sampled_from(["A", "EF", " w4 w5", " end", "<eos>", "x"]), max_size=2),
+    "stop_token_ids": st.lists(IDS, max_size=4),
+    "ignore_eos": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "logprobs": st.sampled_from([None, 0, 1, 64]),
+    "prompt_logprobs": st.sampled_from([None, 64]),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.sampled_from([1e-4, 1, 1e4]),
+    "logit_bias": st.dictionaries(IDS, st.floats(-100, 100), max_size=4),
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(fields=st.fixed_dictionaries({}, optional=FIELDS), prompt=st.lists(IDS, min_size=1, max_size=markov.CONTEXT))
+def test_any_parameters_run_or_are_refused(fields: dict, prompt: list[int]):
+    """And what comes back is consistent: lengths, text, reasons, tables, and the stream of the same request."""
+    try:
+        params = SamplingParams(**fields)
+    except ValueError:  # n > 1 with greedy, or min_tokens > max_tokens
+        return
+    model = flat()
+    # One program for all: a wider variant gives the same tokens.
+    wide = SamplerVariant(
+        markov.VOCAB,
+        greedy=False,
+        **dict.fromkeys(("top_k", "top_p", "min_p", "penalties", "logit_bias", "min_tokens"), True),
+        num_logprobs=markov.VOCAB,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SamplerVariant, "required", lambda *_: wide)
+        (output,) = generate(model, [prompt], params)
+        deltas = list(stream(model, [prompt], params)) if params.greedy or params.seed is not None else None
+    room = markov.CONTEXT - len(prompt) + 1
+    most = room if params.max_tokens is None else min(room, params.max_tokens)
+    own_end = set() if params.ignore_eos else {markov.EOS}
+    if params.prompt_logprobs is not None:
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(prompt)
+    for index, completion in enumerate(output.completions):
+        ids, reason = completion.token_ids, completion.finish_reason
+        assert 1 <= len(ids) <= most and (reason != "length" or len(ids) == most) and reason in ("stop", "length")
+        stopped_by_id = reason == "stop" and not isinstance(completion.stop_reason, str)
+        if stopped_by_id:
+            assert completion.stop_reason == (None if ids[-1] in own_end else ids[-1])
+            assert ids[-1] in own_end | set(params.stop_token_ids) and len(ids) > min(params.min_tokens, most - 1)
+        assert own_end.union(params.stop_token_ids).isdisjoint(ids[: -1 if reason == "stop" else None])
+        seen = ids[:-1] if stopped_by_id and not params.include_stop_str_in_output else ids
+        text = model.tokenizer.decode(seen, params.skip_special_tokens) if model.tokenizer else ""
+        if isinstance(completion.stop_reason, str):
+            assert completion.stop_reason in text and text.startswith(completion.text or "")
+        else:
+            assert completion.text == text
+        assert (completion.logprobs is None) == (params.logprobs is None)
+        if completion.logprobs is not None:
+            assert [next(iter(table)) for table in completion.logprobs] == list(ids)
+        if deltas is not None:
+            own = [delta for delta in deltas if delta.sample_index == index]
+            assert "".join(delta.text for delta in own) == completion.text
+            assert tuple(itertools.chain(*(delta.token_ids for delta in own))) == ids
+            assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [reason]
+
+
 # --- Memory
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**70, "a", 1.5])
+def test_a_seed_that_is_none_is_refused(tmp_path: pathlib.Path, seed):
+    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match="random_weights"):
+        load(tmp_path, random_weights=seed)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"vocab_size": 2**31 - 1},
-        {"num_hidden_layers": 10_000, "hidden_size": 2**20},
+        {"num_hidden_layers": 100, "hidden_size": 2**26},
         {"head_dim": 2**31 - 2, "num_attention_heads": 2**31 - 1, "num_key_value_heads": 1, "hidden_size": 2**31 - 1},
     ],
 )

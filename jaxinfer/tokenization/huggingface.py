@@ -171,7 +171,8 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
                     case _:
                         raise ValueError(f"a chat template in {folder} is {entry!r}; expected a name and a template")
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        templates[path.stem] = _read_template(path)
+        if path.is_file():
+            templates[path.stem] = _read_template(path)
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = _read_template(folder / "chat_template.jinja")
     return templates
