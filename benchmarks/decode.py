@@ -89,9 +89,9 @@ def measure_first_token(recorder: Recorder, model: ji.Model, name: str, batch: i
     params = ji.SamplingParams(max_tokens=1, temperature=0.0)
     seconds(lambda: ji.generate(model, ids, params), 2)
     times = seconds(lambda: ji.generate(model, ids, params), 7)
-    recorder.record(
-        case_of(name, model, batch=batch, prompt=prompt, output=1), {"ttft_ms": (median(times) * 1e3, "ms")}
-    )
+    case = case_of(name, model, batch=batch, prompt=prompt, output=1)
+    rate = batch * prompt / median(times)
+    recorder.record(case, {"ttft_ms": (median(times) * 1e3, "ms"), "prefill_tokens_per_s": (rate, "tok/s")})
 
 
 def measure_ready(recorder: Recorder, name: str, options: list[str], weights: str) -> None:
