@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import pathlib
+import reprlib
 from collections.abc import Callable, Mapping
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from checkpoints import names, names_gguf
+from checkpoints.errors import CheckpointError
 from checkpoints.gguf import GGUFFile
 from checkpoints.names import TensorSource
 from checkpoints.pull import pull
@@ -41,7 +43,7 @@ from pallas_kernels.int4_matmul import PackedInt4
 log = logging.getLogger("jaxinfer")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Model:
     """A loaded model. `tokenizer` is None for a checkpoint that has none: token ids in, token ids out."""
 
@@ -54,6 +56,11 @@ class Model:
     @property
     def num_parameters(self) -> int:
         return num_parameters(self.config)
+
+    def __repr__(self) -> str:
+        """One line: a notebook cell that ends in a model must not print its weights."""
+        millions = self.num_parameters / 1e6
+        return f"Model({self.name!r}, {self.config.model_type}, {millions:,.1f} million parameters, {self.dtype})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +202,19 @@ def _read_folder(path: pathlib.Path) -> tuple[ModelConfig, Tokenizer | None]:
     return config, tokenizer
 
 
+def _refuse_quantized(path: pathlib.Path) -> None:
+    """Raises CheckpointError for a folder whose config.json announces quantised weights: their tensors are not read."""
+    config = read_json(path, "config.json")
+    for part in (config, config.get("text_config")):
+        announced = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if announced is not None:
+            method = announced.get("quant_method") if isinstance(announced, Mapping) else announced
+            raise CheckpointError(
+                f"{path / 'config.json'}: quantization_config {reprlib.repr(method)} is not supported in a folder; "
+                "use the original checkpoint or a GGUF file of the model"
+            )
+
+
 def _read_gguf(checkpoint: GGUFFile) -> tuple[ModelConfig, Tokenizer | None]:
     config = from_gguf(checkpoint.metadata, checkpoint.tensors, checkpoint.read)
     tokenizer = tokenizer_from_gguf(checkpoint.metadata)
@@ -206,6 +226,7 @@ def _read_gguf(checkpoint: GGUFFile) -> tuple[ModelConfig, Tokenizer | None]:
 
 
 def _load_safetensors(path: pathlib.Path, config: ModelConfig, dtype: jnp.dtype, name: str, progress: bool) -> Params:
+    _refuse_quantized(path)
     with contextlib.closing(SafetensorsFolder(path)) as checkpoint:
         if checkpoint.ignored:
             log.warning("%s: not read, as they are not part of the model: %s", name, ", ".join(checkpoint.ignored))

@@ -387,3 +387,21 @@ def test_peak_memory_is_the_model_and_the_largest_tensor(tmp_path: pathlib.Path,
         assert measured["final"] < num_parameters(config)
     assert measured["after"] > 0.8 * measured["final"]  # the figures see the weights
     assert measured["peak"] <= measured["final"] + largest
+
+
+# --- Said in one line
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_quantised_folders_are_refused_by_name(tmp_path: pathlib.Path, nested: bool):
+    folder = shutil.copytree(families.BY_NAME["llama"].folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    announced = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (folder / "config.json").write_text(json.dumps(config | ({"text_config": announced} if nested else announced)))
+    with pytest.raises(CheckpointError, match=r"config.json: quantization_config 'gptq' is not supported in a folder"):
+        load(folder, progress=False)
+
+
+def test_a_model_shows_itself_in_one_line():
+    model = load(families.BY_NAME["llama"].folder, dtype="float32", progress=False)
+    assert re.fullmatch(r"Model\('.*llama', llama, 0\.\d million parameters, float32\)", repr(model))
