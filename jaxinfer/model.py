@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 import reprlib
+import sys
 from collections.abc import Callable, Mapping
 
 import jax
@@ -85,7 +86,7 @@ def load(
     quantize: str | None = None,
     packed: bool = False,
     random_weights: int | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> Model:
     """Loads a model from a Hugging Face folder, a .gguf file, or a name or repo id that `jaxinfer.pull` knows.
 
@@ -93,8 +94,8 @@ def load(
     configuration and makes random weights of that shape on the device, for benchmarks; with `quantize="int4"` those of
     the layers are packed. `packed` says whether 4-bit weights of a GGUF file (Q4_0, Q4_1, Q4_K) stay packed on the
     device instead of being decoded to `dtype`: worth it where a kernel reads them as they are (a Hopper GPU, bfloat16);
-    elsewhere every product decodes them again. Raises CheckpointError or ValueError, naming the file and the remedy,
-    before anything large is allocated.
+    elsewhere every product decodes them again. `progress` shows bars; by default on a terminal and in a notebook.
+    Raises CheckpointError or ValueError, naming the file and the remedy, before anything large is allocated.
     """
     if quantize not in (None, "int4"):
         raise ValueError(f"quantize={quantize!r}: known is int4")
@@ -104,6 +105,7 @@ def load(
         raise ValueError(f"random_weights={random_weights!r}: a seed is an integer from 0 to 2**32 - 1")
     enable_persistent_cache()
     weights_dtype = weights_dtype_for(dtype)
+    progress = _is_watched() if progress is None else progress
     path = _resolve(path_or_name, progress)
     name = os.fspath(path_or_name)
     if path.is_dir():
@@ -122,12 +124,12 @@ def load(
     return Model(config, params, tokenizer, weights_dtype, name)
 
 
-def inspect(path_or_name: str | os.PathLike[str], *, progress: bool = True) -> Description:
+def inspect(path_or_name: str | os.PathLike[str], *, progress: bool | None = None) -> Description:
     """Reads all of a checkpoint that `load` would, except the weights. Same names, same errors.
 
     A folder with a config.json and no weights will do; it has no tensors.
     """
-    path = _resolve(path_or_name, progress)
+    path = _resolve(path_or_name, _is_watched() if progress is None else progress)
     if not path.is_dir():
         with contextlib.closing(GGUFFile(path)) as checkpoint:
             return Description(path, *_read_gguf(checkpoint), dict(checkpoint.tensors))
@@ -163,6 +165,11 @@ def _check_memory(config: ModelConfig, dtype: jnp.dtype, packed: bool, name: str
             f"{name}: the weights take at least {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; "
             "load a smaller model, or with a smaller dtype"
         )
+
+
+def _is_watched() -> bool:
+    """Whether somebody sees a progress bar: in a log file it would be a line of carriage returns."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Path:
