@@ -10,6 +10,9 @@ from jaxtyping import Array, Bool, Float, Int32
 MASKED = -1e30
 """Score of a forbidden key: finite, so that a row in which every key is forbidden gives no NaN."""
 
+KEYS_AT_ONCE = 512
+"""Keys that prefill takes from the pages at a time: their scores, not those of the whole context, are in memory."""
+
 
 def causal_mask(
     query_positions: Int32[Array, "batch queries"],
@@ -90,21 +93,54 @@ def prefill_attention(
 ) -> Float[Array, "batch tokens heads head_dim"]:
     """Attention over a row's pages, which already hold the new tokens; position -1 is padding, at a row's end.
 
-    Gathers the pages into a contiguous copy.
+    Takes `KEYS_AT_ONCE` keys a turn with an online softmax (https://arxiv.org/abs/2205.14135), and as many turns as the
+    longest row needs: neither the room nor the time depends on how wide the page table is.
     """
-    batch, pages = page_table.shape
-    _, kv_heads, page_size, head_dim = key_pages.shape
+    batch, tokens, heads, head_dim = query.shape
+    _, kv_heads, page_size, _ = key_pages.shape
+    pages_at_once = min(page_table.shape[1], max(1, KEYS_AT_ONCE // page_size))
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages_at_once)))
+    keys_at_once = pages_at_once * page_size
+    grouped = query.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
     last = jnp.max(positions, axis=1)
-    key_positions = jnp.broadcast_to(
-        jnp.arange(pages * page_size, dtype=jnp.int32)[None, :], (batch, pages * page_size)
-    )
-    written = key_positions <= last[:, None]
 
-    def gather(pool: jax.Array) -> jax.Array:
-        blocks = jnp.take(pool, page_table, axis=0, mode="clip").swapaxes(2, 3)
-        flat = blocks.reshape(batch, pages * page_size, kv_heads, head_dim)
+    def turn(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        index, peak, total, out = carry
+        pages = jax.lax.dynamic_slice_in_dim(table, index * pages_at_once, pages_at_once, axis=1)
+        places = index * keys_at_once + jnp.arange(keys_at_once, dtype=jnp.int32)
+        key_positions = jnp.broadcast_to(places[None, :], (batch, keys_at_once))
+
+        def gather(pool: jax.Array) -> jax.Array:
+            blocks = jnp.take(pool, pages, axis=0, mode="clip").swapaxes(1, 2)
+            return blocks.reshape(batch, kv_heads, keys_at_once, head_dim)
+
+        scores = jnp.einsum("bqhgd,bhkd->bhgqk", grouped, gather(key_pages), preferred_element_type=jnp.float32)
+        scores = scores * jnp.float32(scale)
+        if softcap is not None:
+            scores = jnp.float32(softcap) * jnp.tanh(scores / jnp.float32(softcap))
+        mask = causal_mask(positions, key_positions, window)
+        scores = jnp.where(mask[:, None, None], scores, jnp.float32(MASKED))
         # What lies behind the last token may be another request's, NaN included; 0 * NaN would be NaN.
-        return jnp.where(written[:, :, None, None], flat, jnp.zeros((), flat.dtype))
+        written = (key_positions <= last[:, None])[:, None, :, None]
+        values = gather(value_pages)
+        values = jnp.where(written, values, jnp.zeros((), values.dtype))
+        new_peak = jnp.maximum(peak, scores.max(axis=-1))
+        weights = jnp.exp(scores - new_peak[..., None])
+        kept = jnp.exp(peak - new_peak)
+        added = jnp.einsum(
+            "bhgqk,bhkd->bhgqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+        )
+        return index + 1, new_peak, total * kept + weights.sum(axis=-1), out * kept[..., None] + added
 
-    mask = causal_mask(positions, key_positions, window)
-    return masked_attention(query, gather(key_pages), gather(value_pages), mask, scale=scale, softcap=softcap)
+    rows = (batch, kv_heads, heads // kv_heads, tokens)
+    start = (
+        jnp.int32(0),
+        jnp.full(rows, MASKED, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((*rows, head_dim), jnp.float32),
+    )
+    turns = jnp.max(last) // keys_at_once + 1
+    _, _, total, out = jax.lax.while_loop(lambda carry: carry[0] < turns, turn, start)
+    # A query that sees no key (padding) met no turn, or only forbidden keys: any finite answer will do.
+    out = out / jnp.maximum(total, jnp.float32(1e-30))[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
