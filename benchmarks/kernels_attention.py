@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -281,6 +282,8 @@ def check(case: Check) -> None:
         f"{values_equal}, {rounded} key elements differ by up to {largest:.3g}",
         flush=True,
     )
+    if not ok:
+        raise AssertionError("the kernel disagrees with its reference")
 
 
 def timing(
@@ -317,6 +320,7 @@ def main() -> None:
     options = parser.parse_args()
     recorder = Recorder("kernels", options.results) if options.results else Recorder("kernels")
     start = time.perf_counter()
+    failed: list[str] = []
 
     def attempt(name: str, function: Callable[..., None], *arguments: Any) -> None:
         elapsed = time.perf_counter() - start
@@ -326,6 +330,7 @@ def main() -> None:
         try:
             function(*arguments)
         except (ValueError, RuntimeError, NotImplementedError, TypeError, AssertionError):
+            failed.append(name)
             print(f"failed: {name}", flush=True)
             traceback.print_exc(limit=-3)
         print(f"  {time.perf_counter() - start - elapsed:.1f} s, {time.perf_counter() - start:.1f} in all", flush=True)
@@ -343,6 +348,8 @@ def main() -> None:
             if name == "decode_attention" and shape in LOOPS:
                 attempt(f"loops of {shape}", loop_timing, recorder, work)
             del work
+    if failed:
+        sys.exit(f"{len(failed)} cases failed: " + "; ".join(failed))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import pathlib
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -174,6 +175,8 @@ def run(recorder: Recorder, rate: float, case: Case) -> None:
         error = float(jnp.linalg.norm(first.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
         same = all(bool(jnp.array_equal(first, product(weights[0], x))) for _ in range(3))
         note = f"error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'} "
+        if not same or not error < 1e-2:
+            raise AssertionError(f"{case.name}: {note}")
     times, others = timed(lambda x, weights: [product(w, x) for w in weights], x, weights)
     spread = statistics.quantiles(times, n=10)
     note += f"p10-p90 {spread[0]:.1f}-{spread[-1]:.1f} sum {others:.1f} us compile {compile_seconds:.1f}s"
@@ -233,6 +236,7 @@ def main() -> None:
     ]
     early = [dataclasses.replace(s, ahead=s.depth, early_launch=True) for s in (WIDE, TALL)]
     jobs.insert(CHAIN_AFTER, ("chain early launch", functools.partial(chain, recorder, rate, 8, *early, 13.0)))
+    failed: list[str] = []
     for name, job in jobs:
         if arguments.words and not any(word in name for word in arguments.words):
             continue
@@ -242,9 +246,12 @@ def main() -> None:
         try:
             job()
         except Exception:  # one failing case must not cost the others
+            failed.append(name)
             print(f"{name}: FAILED", flush=True)
             traceback.print_exc()
     print(f"total {time.perf_counter() - started:.0f} s", flush=True)
+    if failed:
+        sys.exit(f"{len(failed)} cases failed: " + "; ".join(failed))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ from benchmarks.harness import RESULTS, ROOT
 DOCUMENT = ROOT.parent / "docs" / "performance.md"
 INTRODUCTION = """# Performance
 
-Written by `make performance` from `benchmarks/results/*.jsonl`; nothing here is typed in. Each figure names its device
+Written by `make performance` from `benchmarks/results/*.jsonl`; no measurement of ours is typed in. Each names its device
 and was printed by the benchmark of its section, with random weights unless the model is a real one. The newest record
 of a case counts. Peers' figures: {source}.
 
 `hbm_share` is the bytes that a step must read (weights once, the KV cache once) over its time, as a share of the read
-rate that the same run measured on the device.
+rate that the same run measured on the device. That rate varies between runs (see `read_tb_per_s` in the records) and is
+an estimate from below: a share above 100 % says that it was too low, not that a kernel beat the memory.
 """
 
 type Record = dict
