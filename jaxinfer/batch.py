@@ -14,7 +14,7 @@ from jaxinfer.model import Model
 from jaxinfer.outputs import Delta
 from jaxinfer.request import Request
 from jaxinfer.sampling_logprobs import Logprob, TokenLogprobs, logprob_tables
-from jaxinfer.sampling_state import build_sampling_state
+from jaxinfer.sampling_state import SamplerVariant, build_sampling_state
 from pallas_kernels.dispatch import hopper_refusal
 
 PAGE_SIZE = 16
@@ -94,45 +94,49 @@ class Batch:
         for row in range(len(requests)):
             self.page_table[row] = 1 + row * width + np.arange(width)
         self._device_tables: dict[int, jax.Array] = {}
-        sampling, self.variant = build_sampling_state(
-            [request.params for request in requests],
-            [request.prompt for request in requests],
-            vocab_size=model.config.vocab_size,
-            num_tokens=model.config.num_tokens,
-            eos_token_ids=model.config.eos_token_ids,
-            batch_size=self.size,
-            seeds=[request.seed for request in requests],
-            sample_indices=[request.sample_index for request in requests],
-        )
         padding = self.size - len(requests)
-        lengths = np.array([len(request.prompt) for request in requests] + [0] * padding, np.int32)
-        most = np.array([request.max_tokens for request in requests] + [0] * padding, np.int32)
-        stop_width = bucket(max(1, *(len(request.stop_ids) for request in requests)))
+        self.lengths = np.array([len(request.prompt) for request in requests] + [0] * padding, np.int32)
+        self.max_tokens = np.array([request.max_tokens for request in requests] + [0] * padding, np.int32)
+        self.context_lengths = self.lengths + np.maximum(self.max_tokens - 1, 0)
+
+    def _initial_state(self) -> tuple[DecodeState, SamplerVariant]:
+        """The state of all rows before their first token."""
+        sampling, variant = build_sampling_state(
+            [request.params for request in self.requests],
+            [request.prompt for request in self.requests],
+            vocab_size=self.model.config.vocab_size,
+            num_tokens=self.model.config.num_tokens,
+            eos_token_ids=self.model.config.eos_token_ids,
+            batch_size=self.size,
+            seeds=[request.seed for request in self.requests],
+            sample_indices=[request.sample_index for request in self.requests],
+        )
+        stop_width = bucket(max(1, *(len(request.stop_ids) for request in self.requests)))
         stop_ids = np.full((self.size, stop_width), -1, np.int32)
-        for row, request in enumerate(requests):
+        for row, request in enumerate(self.requests):
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
-        self.lengths = lengths
-        self.context_lengths = lengths + np.maximum(most - 1, 0)
         zeros = np.zeros(self.size, np.int32)
         # One transfer for all: each costs the host as much as a small program does.
         arrays = jax.device_put(
             {
                 "tokens": zeros,
-                "positions": lengths,
+                "positions": self.lengths,
                 "num_generated": zeros,
-                "max_tokens": most,
+                "max_tokens": self.max_tokens,
                 "stop_ids": stop_ids,
                 "context_lengths": self.context_lengths,
-                "done": np.arange(self.size) >= len(requests),
+                "done": np.arange(self.size) >= len(self.requests),
             },
             may_alias=False,  # the state is donated
         )
-        self.state = DecodeState(sampling=sampling, **arrays)
+        return DecodeState(sampling=sampling, **arrays), variant
 
     def run(self) -> Iterator[Delta]:
         """Generates everything, yielding news of each request as soon as the host has it."""
         logits = self._prefill()
-        self.state, first = first_token(logits, self.state, variant=self.variant)
+        # Built while the device is busy with the prompts.
+        state, self.variant = self._initial_state()
+        self.state, first = first_token(logits, state, variant=self.variant)
         waiting = collections.deque([first])
         dispatched = 1
         while running := [request for request in self.requests if not request.finished]:

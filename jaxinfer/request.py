@@ -57,15 +57,22 @@ def encode_prompt(model: Model, prompt: object, index: int) -> tuple[int, ...]:
     else:
         raise ValueError(f"{where} is {reprlib.repr(prompt)}; a prompt is a string or a list of int token ids")
     known = model.config.num_tokens
+    # The usual case costs no Python call a token: a long prompt would wait for a millisecond of them.
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= known:
+        _check_ids(ids, known, where)
+    longest = model.config.max_position_embeddings
+    if len(ids) > longest:
+        raise ValueError(f"{where} has {len(ids)} tokens, but the context of {model.name} is {longest}; shorten it")
+    return tuple(map(int, ids))
+
+
+def _check_ids(ids: Sequence[object], known: int, where: str) -> None:
+    """Raises ValueError for the first that is no token id."""
     for token in ids:
         if not isinstance(token, numbers.Integral) or isinstance(token, bool):
             raise ValueError(f"{where} holds {reprlib.repr(token)}; a prompt is a string or a list of int token ids")
         if not 0 <= int(token) < known:
             raise ValueError(f"{where} holds token id {reprlib.repr(token)}; this model's ids are 0 to {known - 1}")
-    longest = model.config.max_position_embeddings
-    if len(ids) > longest:
-        raise ValueError(f"{where} has {len(ids)} tokens, but the context of {model.name} is {longest}; shorten it")
-    return tuple(int(token) for token in ids)
 
 
 @dataclasses.dataclass
