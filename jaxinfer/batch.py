@@ -1,6 +1,7 @@
 """Runs one batch of requests from prompts to last tokens: prefill in groups, then decode chunk after chunk."""
 
 import collections
+import concurrent.futures
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import kv_cache, steps
-from jaxinfer.loop import DecodedChunk, DecodeState, decode_chunk, first_token
+from jaxinfer.loop import DecodedChunk, DecodeState, compile_chunk, decode_chunk, first_token
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta
 from jaxinfer.request import Request
@@ -22,6 +23,10 @@ MIN_PREFILL = 64
 """Shortest prefill bucket; cuDNN attention needs multiples of 64."""
 MIN_PAGES = 16
 """Narrowest page table, so that short sequences share one decode program."""
+
+
+_COMPILED: set[tuple[object, ...]] = set()
+"""Shapes whose first batch has been through. Only a hint where to look for compilations that can run side by side."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +138,19 @@ class Batch:
 
     def run(self) -> Iterator[Delta]:
         """Generates everything, yielding news of each request as soon as the host has it."""
-        logits = self._prefill()
-        # Built while the device is busy with the prompts.
-        state, self.variant = self._initial_state()
+        shapes = (self.model.config, self.model.dtype, self.size, self.page_table.shape)
+        if shapes in _COMPILED:
+            logits = self._prefill()
+            # Built while the device is busy with the prompts.
+            state, self.variant = self._initial_state()
+        else:
+            state, self.variant = self._initial_state()
+            # Prefill and decode compile side by side.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                compiled = pool.submit(self._compile_decode, state)
+                logits = self._prefill()
+                compiled.result()
+            _COMPILED.add(shapes)
         self.state, first = first_token(logits, state, variant=self.variant)
         waiting = collections.deque([first])
         dispatched = 1
@@ -146,6 +161,26 @@ class Batch:
                 waiting.append(self._dispatch(dispatched))
                 dispatched += self.limits.decode_chunk
             yield from self._read(waiting.popleft())
+
+    def _compile_decode(self, state: DecodeState) -> None:
+        """Compiles the program of the first decode chunk."""
+        if max(request.max_tokens for request in self.requests) == 1:
+            return
+        compile_chunk(
+            self.model.params,
+            self.cache,
+            state,
+            state.done,
+            self._decode_table(self._reach(self.requests, 1)),
+            config=self.model.config,
+            variant=self.variant,
+            num_steps=self.limits.decode_chunk,
+        )
+
+    def _reach(self, running: Sequence[Request], dispatched: int) -> int:
+        """Tokens that the longest row has in the cache after the chunk that follows `dispatched` generated tokens."""
+        following = dispatched + self.limits.decode_chunk
+        return max(len(request.prompt) + min(following, request.max_tokens) - 1 for request in running)
 
     def _decode_table(self, num_tokens: int) -> jax.Array:
         """The page table for decoding: whole where a kernel reads no more than a row has, else as wide as needed."""
@@ -163,10 +198,6 @@ class Batch:
     def _dispatch(self, dispatched: int) -> DecodedChunk:
         """Starts the chunk that follows `dispatched` generated tokens."""
         running = [request for request in self.requests if not request.finished]
-        reach = max(
-            len(request.prompt) + min(dispatched + self.limits.decode_chunk, request.max_tokens) - 1
-            for request in running
-        )
         active = np.zeros(self.size, bool)
         active[: len(self.requests)] = [not request.finished for request in self.requests]
         self.cache, self.state, chunk = decode_chunk(
@@ -174,7 +205,7 @@ class Batch:
             self.cache,
             self.state,
             jnp.asarray(active),
-            self._decode_table(reach),
+            self._decode_table(self._reach(running, dispatched)),
             config=self.model.config,
             variant=self.variant,
             num_steps=self.limits.decode_chunk,

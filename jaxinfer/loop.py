@@ -106,6 +106,24 @@ def decode_chunk(
     return cache, state, DecodedChunk(tokens, counts, jnp.any(failed, axis=0), logprobs)
 
 
+def compile_chunk(
+    params: Params,
+    cache: PagedKVCache,
+    state: DecodeState,
+    active: jax.Array,
+    page_table: jax.Array,
+    *,
+    config: ModelConfig,
+    variant: SamplerVariant,
+    num_steps: int,
+) -> None:
+    """Compiles `decode_chunk` for arguments like these, of which only shapes and types count; a call then finds it."""
+    changing = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (cache, state, active, page_table)
+    )
+    decode_chunk.lower(params, *changing, config=config, variant=variant, num_steps=num_steps).compile()
+
+
 def _sample_step(
     logits: Float32[Array, "batch vocab"], state: DecodeState, variant: SamplerVariant
 ) -> tuple[DecodeState, tuple[jax.Array, jax.Array, jax.Array, TokenLogprobs | None]]:
