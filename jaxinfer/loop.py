@@ -61,6 +61,13 @@ def first_token(
     logits: Float32[Array, "batch vocab"], state: DecodeState, *, variant: SamplerVariant
 ) -> tuple[DecodeState, DecodedChunk]:
     """Samples the first token of each row from prefill's logits; a chunk of one step."""
+    return sample_first(logits, state, variant)
+
+
+def sample_first(
+    logits: Float32[Array, "batch vocab"], state: DecodeState, variant: SamplerVariant
+) -> tuple[DecodeState, DecodedChunk]:
+    """`first_token` for use inside a jitted program."""
     state, step = _sample_step(logits, state, variant)
     tokens, counted, failed, logprobs = jax.tree.map(lambda leaf: leaf[None], step)
     return state, DecodedChunk(tokens, counted[0].astype(jnp.int32), failed[0], logprobs)
@@ -80,6 +87,20 @@ def decode_chunk(
 ) -> tuple[PagedKVCache, DecodeState, DecodedChunk]:
     """Runs `num_steps` decode steps. Rows not `active` (the host ended them: a stop string, say) are done at once."""
     state = dataclasses.replace(state, done=state.done | ~active)
+    return decode_steps(params, cache, state, page_table, config=config, variant=variant, num_steps=num_steps)
+
+
+def decode_steps(
+    params: Params,
+    cache: PagedKVCache,
+    state: DecodeState,
+    page_table: Int32[Array, "batch pages"],
+    *,
+    config: ModelConfig,
+    variant: SamplerVariant,
+    num_steps: int,
+) -> tuple[PagedKVCache, DecodeState, DecodedChunk]:
+    """The loop itself, for use inside a jitted program. Rows that are `done` write nothing and gain nothing."""
 
     def step(carry: tuple[PagedKVCache, DecodeState], _: None):
         cache, state = carry

@@ -146,14 +146,15 @@ def build_sampling_state(
     sample_indices: Sequence[int] | None = None,
     output_token_ids: Sequence[Sequence[int]] | None = None,
     variant: SamplerVariant | None = None,
+    places: int = 4,
 ) -> tuple[SamplingState, SamplerVariant]:
     """Builds the arrays of a batch: one row for each of `params`, then greedy rows up to `batch_size`.
 
     `vocab_size` is the width of the logits and `num_tokens` how many ids are not padding. `seeds` are the
     rows' seeds (default: `request_seed` of each), `sample_indices` which of its request's n completions a row
     is (default: the first), `output_token_ids` what rows have generated already (default: nothing). `variant`
-    may be wider than the batch needs. Lists of biases and stop ids are padded to powers of two, to keep the
-    number of shapes small.
+    may be wider than the batch needs. Lists of biases and stop ids are padded to powers of two of at least
+    `places`, to keep the number of shapes small. Nothing is compiled: the arrays are made on the host.
 
     Raises:
         ValueError: lists of different lengths, a token id outside the vocabulary, or a variant that lacks
@@ -183,21 +184,21 @@ def build_sampling_state(
 
     rows = [*params, *[SamplingParams(temperature=0.0)] * (batch_size - num_rows)]
 
-    def column(name: str, dtype: type[np.generic]) -> Array:
-        return jnp.asarray(np.array([getattr(row, name) for row in rows], dtype))
+    def column(name: str, dtype: type[np.generic]) -> np.ndarray:
+        return np.array([getattr(row, name) for row in rows], dtype)
 
     temperature = keys = top_k = top_p = min_p = penalties = logit_bias = min_tokens = None
     if not variant.greedy:
-        temperature = column("temperature", np.float32)
+        temperature = jnp.asarray(column("temperature", np.float32))
         streams = [*zip(seeds, sample_indices, strict=True), *[(0, 0)] * (batch_size - num_rows)]
         keys = jnp.asarray(np.array([_key(seed, index) for seed, index in streams]).reshape(-1, 2))
     if variant.top_k:
         top_k = column("top_k", np.int32)
-        top_k = jnp.where(top_k == 0, vocab_size, jnp.minimum(top_k, vocab_size))
+        top_k = jnp.asarray(np.where(top_k == 0, np.int32(vocab_size), np.minimum(top_k, np.int32(vocab_size))))
     if variant.top_p:
-        top_p = jnp.maximum(column("top_p", np.float32), _SMALLEST_TOP_P)
+        top_p = jnp.asarray(np.maximum(column("top_p", np.float32), np.float32(_SMALLEST_TOP_P)))
     if variant.min_p:
-        min_p = column("min_p", np.float32)
+        min_p = jnp.asarray(column("min_p", np.float32))
     if variant.penalties:
         prompt_mask = np.zeros((batch_size, vocab_size), bool)
         output_counts = np.zeros((batch_size, vocab_size), np.int32)
@@ -205,21 +206,23 @@ def build_sampling_state(
             prompt_mask[row, _checked_ids("prompt", prompt, vocab_size)] = True
             np.add.at(output_counts[row], _checked_ids("output", output, vocab_size), 1)
         penalties = Penalties(
-            presence=column("presence_penalty", np.float32),
-            frequency=column("frequency_penalty", np.float32),
-            repetition=column("repetition_penalty", np.float32),
+            presence=jnp.asarray(column("presence_penalty", np.float32)),
+            frequency=jnp.asarray(column("frequency_penalty", np.float32)),
+            repetition=jnp.asarray(column("repetition_penalty", np.float32)),
             prompt_mask=jnp.asarray(prompt_mask),
             output_counts=jnp.asarray(output_counts),
         )
     if variant.logit_bias:
         biases = [dict(row.logit_bias) for row in rows]
         logit_bias = LogitBias(
-            ids=_ragged([list(bias.keys()) for bias in biases], vocab_size, np.int32),
-            values=_ragged([list(bias.values()) for bias in biases], 0.0, np.float32),
+            ids=_ragged([list(bias.keys()) for bias in biases], vocab_size, np.int32, places),
+            values=_ragged([list(bias.values()) for bias in biases], 0.0, np.float32, places),
         )
     if variant.min_tokens:
         stops = [list(dict.fromkeys((*eos_token_ids, *row.stop_token_ids))) for row in rows]
-        min_tokens = MinTokens(count=column("min_tokens", np.int32), ids=_ragged(stops, vocab_size, np.int32))
+        min_tokens = MinTokens(
+            count=jnp.asarray(column("min_tokens", np.int32)), ids=_ragged(stops, vocab_size, np.int32, places)
+        )
     state = SamplingState(temperature, keys, top_k, top_p, min_p, penalties, logit_bias, min_tokens)
     return state, variant
 
@@ -239,10 +242,10 @@ def _checked_ids(kind: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
     return array
 
 
-def _ragged(rows: Sequence[Sequence[int | float]], fill: int | float, dtype: type[np.generic]) -> Array:
-    """Rows of different lengths in one array, as wide as a power of two of at least 4."""
+def _ragged(rows: Sequence[Sequence[int | float]], fill: int | float, dtype: type[np.generic], places: int) -> Array:
+    """Rows of different lengths in one array, as wide as a power of two of at least `places`."""
     longest = max((len(row) for row in rows), default=0)
-    array = np.full((len(rows), max(4, 1 << (longest - 1).bit_length())), fill, dtype)
+    array = np.full((len(rows), max(places, 1 << (longest - 1).bit_length())), fill, dtype)
     for row, values in enumerate(rows):
         array[row, : len(values)] = values
     return jnp.asarray(array)
