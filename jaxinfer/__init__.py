@@ -24,6 +24,10 @@ if typing.TYPE_CHECKING:
     from jaxinfer.outputs import RequestOutput as RequestOutput
     from jaxinfer.sampling_logprobs import Logprob as Logprob
     from jaxinfer.sampling_params import SamplingParams as SamplingParams
+    from jaxinfer.scoring import Perplexity as Perplexity
+    from jaxinfer.scoring import Score as Score
+    from jaxinfer.scoring import perplexity as perplexity
+    from jaxinfer.scoring import score as score
     from jaxinfer.tokenization import Tokenizer as Tokenizer
 
 _MODULES = {
@@ -34,14 +38,18 @@ _MODULES = {
     "Model": "jaxinfer.model",
     "ModelConfig": "jaxinfer.config",
     "PagedKVCache": "jaxinfer.kv_cache",
+    "Perplexity": "jaxinfer.scoring",
     "RequestOutput": "jaxinfer.outputs",
     "SamplingParams": "jaxinfer.sampling_params",
+    "Score": "jaxinfer.scoring",
     "Tokenizer": "jaxinfer.tokenization",
     "generate": "jaxinfer.generation",
     "inspect": "jaxinfer.model",
     "load": "jaxinfer.model",
     "logits": "jaxinfer.generation",
+    "perplexity": "jaxinfer.scoring",
     "pull": "checkpoints.pull",
+    "score": "jaxinfer.scoring",
     "stream": "jaxinfer.generation",
 }
 

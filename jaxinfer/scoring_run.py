@@ -1,0 +1,204 @@
+"""Runs a scoring plan on the device: prefill call after call, the LM head over the scored positions alone."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jaxinfer import decoder, kv_cache, steps
+from jaxinfer.batch import PAGE_SIZE, Limits, bucket, pages_for
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import Params
+from jaxinfer.kv_cache import PagedKVCache
+from jaxinfer.memory import free_device_bytes, free_host_bytes
+from jaxinfer.model import Model
+from jaxinfer.scoring_plan import Run, TokenPair, build_forest, rows_for, schedule
+
+POOL_CALLS = 8
+"""Calls' worth of tokens that the pool holds at most: enough that rows of like length find each other."""
+FEWEST_PAGES = 64
+"""Smallest pool: short calls share their programs."""
+HEAD_BYTES = 1 << 28
+"""Logits in memory at once, about: 523 rows of 128,256 words are enough to keep a GPU's tensor cores busy."""
+
+
+@functools.partial(jax.jit, static_argnames=("config", "head_rows", "from_empty"), donate_argnames="cache")
+def prefill_targets(
+    params: Params,
+    cache: PagedKVCache,
+    tokens: Int32[Array, "batch tokens"],
+    lengths: Int32[Array, " batch"],
+    starts: Int32[Array, " batch"],
+    page_table: Int32[Array, "batch pages"],
+    context_lengths: Int32[Array, " batch"],
+    places: Int32[Array, " targets"],
+    targets: Int32[Array, " targets"],
+    num_targets: Int32[Array, ""],
+    *,
+    config: ModelConfig,
+    head_rows: int,
+    from_empty: bool,
+) -> tuple[Float32[Array, " targets"], Bool[Array, " targets"], PagedKVCache]:
+    """`steps.prefill` that scores `targets[i]` after the token at `places[i]` = row * tokens + column.
+
+    Returns log-probabilities and whether the target is the most probable of the ids that are not padding, for the first
+    `num_targets`. The head takes `head_rows` places at a time, a divisor of their number, and as many turns as there
+    are targets: neither logits of all places nor those of places that nobody asked for are ever computed.
+    """
+    positions = steps.prefill_positions(lengths, starts, tokens.shape[1])
+    hidden, new_cache = decoder.forward(
+        params,
+        tokens,
+        positions,
+        cache,
+        page_table,
+        config=config,
+        stage="first" if from_empty else "prefill",
+        context_lengths=context_lengths,
+    )
+    assert new_cache is not None
+    flat = hidden.reshape(-1, hidden.shape[-1])
+
+    def turn(index: jax.Array, scores: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logprobs, best = scores
+        first = index * head_rows
+        here = jax.lax.dynamic_slice_in_dim(places, first, head_rows)
+        wanted = jax.lax.dynamic_slice_in_dim(targets, first, head_rows)
+        logits = decoder.logits(params, jnp.take(flat, here, axis=0, mode="clip"), config)
+        chosen = jnp.take_along_axis(logits, wanted[:, None], axis=1, mode="clip")[:, 0]
+        some_logprobs = chosen - jax.nn.logsumexp(logits, axis=1)
+        some_best = jnp.argmax(logits[:, : config.num_tokens], axis=1).astype(jnp.int32) == wanted
+        return (
+            jax.lax.dynamic_update_slice_in_dim(logprobs, some_logprobs, first, axis=0),
+            jax.lax.dynamic_update_slice_in_dim(best, some_best, first, axis=0),
+        )
+
+    with jax.named_scope("score"):
+        nothing = (jnp.zeros(places.shape, jnp.float32), jnp.zeros(places.shape, jnp.bool))
+        turns = (num_targets + (head_rows - 1)) // head_rows
+        logprobs, best = jax.lax.fori_loop(0, turns, turn, nothing)
+    return logprobs, best, new_cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Scores of some slots, as they come off the device."""
+
+    slots: np.ndarray
+    logprobs: np.ndarray
+    """float32; NaN where the model's logits are not finite."""
+    best: np.ndarray
+    num_computed: int
+    """Tokens that the call computed, padding not counted."""
+
+
+def head_rows_for(config: ModelConfig, num_places: int) -> int:
+    """Places that the head takes at a time: a power of two, so that their logits fill `HEAD_BYTES` at most."""
+    most = max(1, HEAD_BYTES // (4 * config.vocab_size))
+    return min(1 << (most.bit_length() - 1), bucket(num_places))
+
+
+def row_tokens(num_tokens: int, from_empty: bool) -> int:
+    """Padded length of a run's row: a power of two or three quarters of one.
+
+    cuDNN's attention, which is for rows that start from nothing, needs multiples of 64.
+    """
+    smallest = 64 if from_empty and jax.default_backend() == "gpu" else 16
+    size = bucket(num_tokens, smallest)
+    less = size * 3 // 4
+    return less if less >= num_tokens and less % smallest == 0 else size
+
+
+def run_pairs(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> Iterator[Scored]:
+    """Scores every continuation token of `pairs`; slot i of the results is the i-th of them, pair after pair.
+
+    Raises ValueError if the longest pair's keys and values do not fit in memory.
+    """
+    forest = build_forest(rows_for(pairs), model.config, PAGE_SIZE, limits.prefill_chunk)
+    num_pages = _num_pages(model, pairs, limits)
+    cache = kv_cache.create(model.config, num_pages, PAGE_SIZE, model.dtype)
+    width = pages_for(max(pair.num_inputs for pair in pairs))
+    waiting: collections.deque[tuple[list[Run], jax.Array, jax.Array]] = collections.deque()
+    for level in schedule(forest, num_pages, PAGE_SIZE):
+        for runs, size in _calls(level, limits):
+            arrays, options = _arguments(model, runs, size, width)
+            logprobs, best, cache = prefill_targets(model.params, cache, *arrays, **options)
+            waiting.append((runs, logprobs, best))
+            if len(waiting) > 2:  # the device has its next calls while the host reads what the last one gave
+                yield _read(*waiting.popleft())
+    while waiting:
+        yield _read(*waiting.popleft())
+
+
+def _num_pages(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> int:
+    """Pages of the pool: as many as all rows take, bounded by memory and by what helps."""
+    page_bytes = kv_cache.bytes_per_token(model.config, model.dtype) * PAGE_SIZE
+    free = free_device_bytes()
+    affordable = (free_host_bytes() if free is None else free) // 2 // page_bytes
+    longest = max(range(len(pairs)), key=lambda index: pairs[index].num_inputs)
+    necessary = 1 + -(-pairs[longest].num_inputs // PAGE_SIZE)
+    if necessary > affordable:
+        raise ValueError(
+            f"pair {longest} has {pairs[longest].num_inputs + 1} tokens, whose KV cache takes "
+            f"{necessary * page_bytes / 1e9:.3g} GB of at most {affordable * page_bytes / 1e9:.3g} GB; shorten it"
+        )
+    useful = POOL_CALLS * limits.prefill_tokens // PAGE_SIZE
+    wanted = min(sum(-(-pair.num_inputs // PAGE_SIZE) for pair in pairs), useful)
+    return min(affordable, 1 + bucket(max(wanted, necessary - 1), FEWEST_PAGES))
+
+
+def _calls(level: Sequence[Run], limits: Limits) -> Iterator[tuple[list[Run], int]]:
+    """Cuts runs into calls of rows alike in length, with the number of tokens a row; longest first.
+
+    The last rows go together, whatever their lengths, if that at most doubles their cost: every further shape is one
+    more program to compile.
+    """
+    for from_empty in (True, False):
+        rest = [run for run in level if (run.start == 0) == from_empty]
+        rest.sort(key=lambda run: len(run.tokens), reverse=True)
+        sizes = [row_tokens(len(run.tokens), from_empty) for run in rest]
+        while rest:
+            size = sizes[0]
+            rows = 1 << (max(1, limits.prefill_tokens // size).bit_length() - 1)
+            taken = min(rows, sizes.count(size))
+            if len(rest) <= rows and len(rest) * size <= 2 * sum(sizes):
+                taken = len(rest)
+            yield rest[:taken], size
+            del rest[:taken], sizes[:taken]
+
+
+def _arguments(model: Model, runs: Sequence[Run], size: int, width: int) -> tuple[tuple[jax.Array, ...], dict]:
+    """The arrays of one call of `prefill_targets` for rows of `size` tokens, and its static arguments."""
+    rows = bucket(len(runs))
+    tokens = np.zeros((rows, size), np.int32)
+    lengths, starts, context_lengths = (np.zeros(rows, np.int32) for _ in range(3))
+    page_table = np.full((rows, width), kv_cache.SCRATCH_PAGE, np.int32)
+    head_rows = head_rows_for(model.config, rows * size)
+    places, targets = (np.zeros(-(-rows * size // head_rows) * head_rows, np.int32) for _ in range(2))
+    count = 0
+    for row, run in enumerate(runs):
+        tokens[row, : len(run.tokens)] = run.tokens
+        lengths[row], starts[row], context_lengths[row] = len(run.tokens), run.start, run.context_length
+        page_table[row, : len(run.pages)] = run.pages
+        following = count + len(run.targets.places)
+        places[count:following] = row * size + run.targets.places
+        targets[count:following] = run.targets.tokens
+        count = following
+    # One transfer for all: each costs the host as much as a small program does.
+    arrays = jax.device_put(
+        (tokens, lengths, starts, page_table, context_lengths, places, targets, np.array(count, np.int32))
+    )
+    return arrays, {"config": model.config, "head_rows": head_rows, "from_empty": runs[0].start == 0}
+
+
+def _read(runs: Sequence[Run], logprobs: jax.Array, best: jax.Array) -> Scored:
+    """Waits for a call's scores."""
+    slots = np.concatenate([run.targets.slots for run in runs])
+    host_logprobs, host_best = (np.asarray(array)[: len(slots)] for array in jax.device_get((logprobs, best)))
+    num_computed = sum(len(run.tokens) for run in runs)
+    return Scored(slots, host_logprobs, host_best & ~np.isnan(host_logprobs), num_computed)
