@@ -9,8 +9,10 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.paged_attention import decode_mosaic, mosaic
+from pallas_kernels.paged_attention.formats import SMALLEST_SCALE
 from pallas_kernels.paged_attention.merge import Outputs
 from pallas_kernels.paged_attention.plan import Plan, plan_for
+from pallas_kernels.paged_attention.tiles import Pools
 from tests.simulated_warp import SimulatedWarp, run_cluster
 
 BF16 = ml_dtypes.bfloat16
@@ -30,6 +32,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    kv: str = "bfloat16"  # what the pages of the bfloat16 tests hold
     # Of the decode op alone
     rotary_dim: int = 0
     interleaved: bool = False
@@ -54,7 +57,11 @@ class Case:
     def plan(self) -> Plan:
         names = ("tokens", "q_heads", "kv_heads", "head_dim", "page_size", "pages_per_row", "scale", "window")
         plan = plan_for(
-            batch=self.batch, softcap=self.softcap, sinks=self.sinks, **{name: getattr(self, name) for name in names}
+            batch=self.batch,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            kv=self.kv,
+            **{name: getattr(self, name) for name in names},
         )
         schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth")}
         return dataclasses.replace(plan, **{name: value for name, value in schedule.items() if value is not None})
@@ -75,10 +82,15 @@ class Arrays:
     page_table: np.ndarray
     lengths: np.ndarray
     sinks: np.ndarray | None
+    scales: tuple[np.ndarray, np.ndarray] | None
     q: np.ndarray
     qkv: np.ndarray
     rope: tuple[np.ndarray, np.ndarray] | None
     norms: tuple[np.ndarray, np.ndarray] | None
+
+    @property
+    def pools(self) -> list[np.ndarray]:
+        return [self.k_pages, self.v_pages, *(self.scales or ())]
 
 
 def make(case: Case, dtype: Any = BF16, seed: int = 0, stored: tuple[int, ...] | None = None) -> Arrays:
@@ -87,15 +99,30 @@ def make(case: Case, dtype: Any = BF16, seed: int = 0, stored: tuple[int, ...] |
     stored = case.lengths if stored is None else stored
     num_pages = case.batch * case.pages_per_row + 3
     shape = (num_pages, case.kv_heads, case.page_size, case.head_dim)
-    k_pages, v_pages = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    pools = [rng.standard_normal(shape).astype(dtype) for _ in range(2)]
     table = (rng.permutation(num_pages - 1) + 1)[: case.batch * case.pages_per_row].astype(np.int32)
     table = table.reshape(case.batch, -1)
     used = np.zeros((num_pages, case.page_size), bool)
     for row, length in enumerate(stored):
         for slot in range(case.pages_per_row):
             used[table[row, slot], : max(0, length - slot * case.page_size)] = True
-    for pages in (k_pages, v_pages):
-        pages[:] = np.where(used[:, None, :, None], pages, np.array(np.nan, dtype))
+    scales = None
+    if case.kv == "bfloat16":
+        for pages in pools:
+            pages[:] = np.where(used[:, None, :, None], pages, np.array(np.nan, dtype))
+    else:
+        # Values of very different size, as real caches have them; and rows of zeros.
+        sizes = np.exp(np.array([0.3, 2])[:, None, None, None] * rng.standard_normal((2, *shape[:3])))
+        sizes[:, table[0, 0], 0, 0] = 0
+        (k_codes, k_scales), (v_codes, v_scales) = (
+            quantise(x.astype(np.float32) * size[..., None].astype(np.float32), case.kv)
+            for x, size in zip(pools, sizes, strict=True)
+        )
+        # A code may be anything where nothing is stored; all bits set is fp8's NaN.
+        pools = [np.where(used[:, None, :, None], x.view(np.uint8), 0xFF).view(x.dtype) for x in (k_codes, v_codes)]
+        k_scales, v_scales = (np.where(used[:, None, :], x, np.float32(np.nan)) for x in (k_scales, v_scales))
+        scales = (k_scales, v_scales)
+    k_pages, v_pages = pools
     for row, length in enumerate(case.lengths):  # what lies behind the last page is any page
         table[row, -(-length // case.page_size) :] = rng.integers(0, num_pages)
     heads = case.q_heads + 2 * case.kv_heads
@@ -107,6 +134,7 @@ def make(case: Case, dtype: Any = BF16, seed: int = 0, stored: tuple[int, ...] |
         v_pages=v_pages,
         page_table=table,
         lengths=np.array(case.lengths, np.int32),
+        scales=scales,
         sinks=rng.standard_normal(case.q_heads).astype(np.float32) if case.sinks else None,
         q=(2 * rng.standard_normal((case.batch, case.tokens, case.q_heads, case.head_dim))).astype(dtype),
         qkv=rng.standard_normal((case.batch, heads * case.head_dim)).astype(dtype),
@@ -115,14 +143,40 @@ def make(case: Case, dtype: Any = BF16, seed: int = 0, stored: tuple[int, ...] |
     )
 
 
+def quantise(x: np.ndarray, kv: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes as pages hold them and float32 scales of float32 rows, written out once more."""
+    largest = {"int8": 127, "float8_e4m3fn": 448, "int4": 7}[kv]
+    scales = np.maximum(np.abs(x).max(-1) * np.float32(1 / largest), np.float32(SMALLEST_SCALE))
+    scaled = x * (np.float32(1) / scales)[..., None]
+    if kv == "float8_e4m3fn":
+        return scaled.astype(ml_dtypes.float8_e4m3fn), scales
+    codes = np.rint(scaled).astype(np.int8)
+    if kv == "int8":
+        return codes, scales
+    half = x.shape[-1] // 2
+    low, high = (codes[..., :half] + 8).astype(np.uint8), (codes[..., half:] + 8).astype(np.uint8)
+    return low | high << 4, scales
+
+
+def elements(codes: np.ndarray, scales: np.ndarray | None, head_dim: int) -> np.ndarray:
+    """float64 keys or values of a pool."""
+    if scales is None:
+        return codes.astype(np.float64)
+    if codes.shape[-1] != head_dim:
+        codes = np.concatenate([codes & 15, codes >> 4], -1).astype(np.int8) - 8
+    return codes.astype(np.float64) * scales[..., None].astype(np.float64)
+
+
 def attention(case: Case, q: np.ndarray, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
     """float64 output and log-sum-exp, row by row, head by head."""
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     for row, length in enumerate(case.lengths):
         pages = arrays.page_table[row, : -(-length // case.page_size)]
         keys, values = (
-            pool[pages].transpose(1, 0, 2, 3).reshape(case.kv_heads, -1, case.head_dim)[:, :length].astype(np.float64)
-            for pool in (arrays.k_pages, arrays.v_pages)
+            elements(pool[pages], None if scales is None else scales[pages], case.head_dim)
+            .transpose(1, 0, 2, 3)
+            .reshape(case.kv_heads, -1, case.head_dim)[:, :length]
+            for pool, scales in zip((arrays.k_pages, arrays.v_pages), arrays.scales or (None, None), strict=True)
         )
         for token in range(case.tokens):
             last = length - case.tokens + token
@@ -140,8 +194,8 @@ def attention(case: Case, q: np.ndarray, arrays: Arrays) -> tuple[np.ndarray, np
     return out, lse
 
 
-def decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """float64 output of the decode op, and the pools after it."""
+def decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, ...]:
+    """float64 output of the decode op, and the pools (and scales) after it."""
     dtype = arrays.qkv.dtype
     heads = arrays.qkv.reshape(case.batch, -1, case.head_dim)
     q, k, v = np.split(heads, [case.q_heads, case.q_heads + case.kv_heads], axis=1)
@@ -152,13 +206,20 @@ def decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, np.ndarray, np.ndarr
         )
     if arrays.rope is not None:
         q, k = _rotate(q, case, *arrays.rope), _rotate(k, case, *arrays.rope)
-    after = dataclasses.replace(arrays, k_pages=arrays.k_pages.copy(), v_pages=arrays.v_pages.copy())
+    new = [k, v]
+    if arrays.scales is not None:
+        (k, k_scales), (v, v_scales) = (quantise(x.astype(np.float32), case.kv) for x in new)
+        new = [k, v, k_scales, v_scales]
+    pools = [pool.copy() for pool in arrays.pools]
     for row, length in enumerate(case.lengths):
         if length:
-            page, offset = after.page_table[row, (length - 1) // case.page_size], (length - 1) % case.page_size
-            after.k_pages[page, :, offset], after.v_pages[page, :, offset] = k[row], v[row]
+            page, offset = arrays.page_table[row, (length - 1) // case.page_size], (length - 1) % case.page_size
+            for pool, x in zip(pools, new, strict=True):
+                pool[page, :, offset] = x[row]
+    k_pages, v_pages, *scales = pools
+    after = dataclasses.replace(arrays, k_pages=k_pages, v_pages=v_pages, scales=tuple(scales) or None)
     out, _ = attention(case, q[:, None], after)
-    return out.reshape(case.batch, -1), after.k_pages, after.v_pages
+    return out.reshape(case.batch, -1), *pools
 
 
 def _rotate(x: np.ndarray, case: Case, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -181,34 +242,36 @@ def simulate(case: Case, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
     plan = case.plan()
     out, lse = np.full(arrays.q.shape, np.nan, BF16), np.full(arrays.q.shape[:3], np.nan, np.float32)
     args = mosaic.Arguments(
-        *[_words(x) for x in (arrays.q, arrays.k_pages, arrays.v_pages)],
+        _bytes(arrays.q),
+        _pools(arrays.pools),
         arrays.page_table.reshape(-1),
         arrays.lengths,
-        outputs=Outputs(_words(out), lse.reshape(-1), arrays.sinks),
+        outputs=Outputs(_bytes(out), lse.reshape(-1), arrays.sinks),
     )
     _run_grid(plan, plan.smem_bytes, lambda w, *indices: mosaic.attend(w, plan, args, *indices))
     return out, lse
 
 
-def simulate_decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Runs `decode_mosaic.decode` in NumPy; returns output and the pools, which it wrote in copies."""
+def simulate_decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, ...]:
+    """Runs `decode_mosaic.decode` in NumPy; returns output and the pools (and scales), which it wrote in copies."""
     plan = case.decode_plan()
     out = np.full((case.batch, case.q_heads * case.head_dim), np.nan, BF16)
-    k_pages, v_pages = arrays.k_pages.copy(), arrays.v_pages.copy()
+    pools = [pool.copy() for pool in arrays.pools]
     cos, sin = (None, None) if arrays.rope is None else [x.reshape(-1) for x in arrays.rope]
     q_norm, k_norm = arrays.norms or (None, None)
     args = decode_mosaic.Arguments(
-        *[_words(x) for x in (arrays.qkv, k_pages, v_pages)],
+        _bytes(arrays.qkv),
+        _pools(pools),
         arrays.page_table.reshape(-1),
         arrays.lengths - 1,
         cos=cos,
         sin=sin,
         q_norm=q_norm,
         k_norm=k_norm,
-        outputs=Outputs(_words(out), None, arrays.sinks),
+        outputs=Outputs(_bytes(out), None, arrays.sinks),
     )
     _run_grid(plan.attention, plan.smem_bytes, lambda w, *indices: decode_mosaic.decode(w, plan, args, *indices))
-    return out, k_pages, v_pages
+    return out, *pools
 
 
 def lower_for_cuda(function: Any, *arguments: Any) -> str:
@@ -218,8 +281,12 @@ def lower_for_cuda(function: Any, *arguments: Any) -> str:
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def _words(x: np.ndarray) -> np.ndarray:
-    return x.reshape(-1).view(np.uint16)
+def _bytes(x: np.ndarray) -> np.ndarray:
+    return x.reshape(-1).view(np.uint8)
+
+
+def _pools(pools: list[np.ndarray]) -> Pools:
+    return Pools(*[_bytes(pool) for pool in pools[:2]], *[scales.reshape(-1) for scales in pools[2:]])
 
 
 def _run_grid(plan: Plan, smem_bytes: int, program: Any) -> None:

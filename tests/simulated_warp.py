@@ -44,7 +44,8 @@ class SimulatedWarp:
         return value.astype(np.int64)
 
     select = staticmethod(np.where)
-    maximum = staticmethod(np.fmax)
+    maximum = staticmethod(np.maximum)  # both spread NaN
+    minimum = staticmethod(np.minimum)
 
     def exp2(self, x: np.ndarray) -> np.ndarray:
         assert x.dtype == np.float32
@@ -59,12 +60,56 @@ class SimulatedWarp:
     def rsqrt(x: np.ndarray) -> np.ndarray:
         return np.float32(1) / np.sqrt(x)
 
+    exact_reciprocal = reciprocal
+
     def unpack_bf16(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(self._halves(word)[:, i].view(ml_dtypes.bfloat16).astype(np.float32) for i in range(2))
+
+    def unpack_f16(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(self._halves(word)[:, i].view(np.float16).astype(np.float32) for i in range(2))
 
     def pack_bf16(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         pair = np.stack([low, high], -1).astype(ml_dtypes.bfloat16)
         return pair.view(np.int32)[:, 0]
+
+    def pack_f16(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        return np.stack([low, high], -1).astype(np.float16).view(np.int32)[:, 0]
+
+    def int8_to_f16(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
+        return self._pairs(self._bytes(word).view(np.int8))
+
+    def uint8_to_f16(self, word: np.ndarray, bias: int) -> tuple[np.ndarray, ...]:
+        return self._pairs(self._bytes(word).astype(np.int32) - bias)
+
+    def e4m3_to_f16(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
+        return self._pairs(self._bytes(word).view(ml_dtypes.float8_e4m3fn))
+
+    @staticmethod
+    def _pairs(numbers: np.ndarray) -> tuple[np.ndarray, ...]:
+        words = np.ascontiguousarray(numbers.astype(np.float16)).view(np.int32)
+        return words[:, 0], words[:, 1]
+
+    def nibbles(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
+        numbers = self._bytes(word)
+        return tuple(np.ascontiguousarray(part).view(np.int32)[:, 0] for part in (numbers % 16, numbers // 16))
+
+    def interleave(self, a: np.ndarray, b: np.ndarray, pair: int) -> np.ndarray:
+        both = np.stack([self._bytes(a), self._bytes(b)], -1)[:, 2 * pair : 2 * pair + 2]
+        return np.ascontiguousarray(both).reshape(32, 4).view(np.int32)[:, 0]
+
+    def pack_int8(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        numbers = np.nan_to_num(np.rint(np.stack(values, -1)))
+        return np.clip(numbers, -128, 127).astype(np.int8).view(np.int32)[:, 0]
+
+    def pack_e4m3(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        return np.stack(values, -1).astype(ml_dtypes.float8_e4m3fn).view(np.int32)[:, 0]
+
+    @staticmethod
+    def _bytes(words: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(words, np.int32).view(np.uint8).reshape(32, 4)
+
+    def upper_half(self, word: np.ndarray) -> np.ndarray:
+        return self._halves(word)[:, 1].astype(np.int32)
 
     def low_halves(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.stack([self._halves(a)[:, 0], self._halves(b)[:, 0]], -1).view(np.int32)[:, 0]
@@ -83,7 +128,7 @@ class SimulatedWarp:
         return x[source_lane]
 
     def mma(
-        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], b: Sequence[np.ndarray]
+        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], b: Sequence[np.ndarray], kind: str
     ) -> tuple[np.ndarray, ...]:
         """The fragment layouts of mma.m16n8k16 as the PTX manual gives them."""
         group, quad = LANE // 4, LANE % 4
@@ -91,7 +136,8 @@ class SimulatedWarp:
         total = np.zeros((16, 8), np.float32)
 
         def numbers(words: np.ndarray, half: int) -> np.ndarray:
-            return self._halves(words)[:, half].view(ml_dtypes.bfloat16).astype(np.float32)
+            dtype = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}[kind]
+            return self._halves(words)[:, half].view(dtype).astype(np.float32)
 
         for half in range(2):
             left[group, 2 * quad + half] = numbers(a[0], half)
@@ -106,15 +152,25 @@ class SimulatedWarp:
         return tuple(total[group + 8 * (i // 2), 2 * quad + i % 2] for i in range(4))
 
     def load_words(
-        self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray, constant: int = 0
+        self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """`ref` is a flat uint16 view of bfloat16 elements."""
+        """`ref` is the bytes of bfloat16 elements."""
+        return self.load_bytes(ref, 2 * offset, 4 * count, predicate, 0)
+
+    def load_bytes(
+        self, ref: np.ndarray, offset: np.ndarray, size: int, predicate: np.ndarray, constant: int
+    ) -> tuple[np.ndarray, ...]:
+        """`ref` is a flat array of bytes."""
         offset = np.where(predicate, offset + constant, 0).astype(np.int64)
-        assert (offset % (2 * count) == 0).all(), "unaligned read"
+        assert (offset % size == 0).all(), "unaligned read"
         assert (offset >= 0).all()
-        assert (offset + 2 * count <= ref.size).all(), "read past the end of an array"
-        pairs = ref[offset[:, None] + np.arange(2 * count)].view(np.int32)
-        return tuple(np.where(predicate, pairs[:, i], 0).astype(np.int32) for i in range(count))
+        assert (offset + size <= ref.size).all(), "read past the end of an array"
+        got = np.zeros((32, max(size, 4)), np.uint8)
+        got[:, :size] = np.where(predicate[:, None], ref[offset[:, None] + np.arange(size)], 0)
+        return tuple(got.view(np.int32)[:, i] for i in range(max(1, size // 4)))
+
+    def load_scale(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray, constant: int) -> np.ndarray:
+        return self._load(ref, offset + constant, 1, predicate)[0]
 
     def load_i32(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> np.ndarray:
         return self._load(ref, offset, 1, predicate)[0]
@@ -135,9 +191,15 @@ class SimulatedWarp:
     def store_words(
         self, ref: np.ndarray, offset: np.ndarray, words: Sequence[np.ndarray], predicate: np.ndarray
     ) -> None:
+        self.store_bytes(ref, 2 * offset, words, predicate)
+
+    def store_bytes(
+        self, ref: np.ndarray, offset: np.ndarray, words: Sequence[np.ndarray], predicate: np.ndarray
+    ) -> None:
+        assert (offset[predicate] % (4 * len(words)) == 0).all(), "unaligned write"
         for lane in np.flatnonzero(predicate):
             for i, word in enumerate(words):
-                ref[offset[lane] + 2 * i : offset[lane] + 2 * i + 2] = self._halves(word)[lane]
+                ref[offset[lane] + 4 * i : offset[lane] + 4 * i + 4] = self._bytes(word)[lane]
 
     def store_f32(self, ref: np.ndarray, offset: np.ndarray, value: np.ndarray, predicate: np.ndarray) -> None:
         ref[offset[predicate]] = value[predicate]

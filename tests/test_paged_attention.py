@@ -26,13 +26,27 @@ CASES = [
     Case((100, 3), window=1, q_heads=2, kv_heads=1, warps=4),
     Case((100,), tokens=3, window=40, sinks=True, q_heads=2, kv_heads=1, warps=4),
     Case((0, 50), softcap=20.0, sinks=True, q_heads=2, kv_heads=1, splits=2, warps=4),
+    Case((70, 16), tokens=4, q_heads=24, kv_heads=2, head_dim=80, warps=4),  # 48 query rows in one pass
+    Case((0, 1, 16, 17, 100), kv="int8"),
+    Case((1, 0, 128), head_dim=128, kv_heads=1, splits=2, warps=4, kv="float8_e4m3fn"),
+    Case((33, 128), head_dim=80, q_heads=6, page_size=32, splits=4, warps=4, depth=1, kv="int8"),
+    Case((65,), head_dim=96, q_heads=16, kv_heads=1, page_size=64, pages_per_row=2, depth=1, kv="int4"),
+    Case((77,), head_dim=256, q_heads=2, kv_heads=1, depth=1, splits=2, warps=4, kv="int4"),
+    Case((5, 0, 40), tokens=5, q_heads=4, kv_heads=1, warps=4, kv="float8_e4m3fn"),
+    Case((100,), tokens=3, window=40, sinks=True, q_heads=2, kv_heads=1, warps=4, kv="int4"),
+    Case((0, 50), softcap=20.0, sinks=True, q_heads=2, kv_heads=1, head_dim=32, warps=4, kv="int4"),
 ]
 
 
 def reference_of(case: Case, arrays: cases.Arrays):
     options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
     run = jax.jit(functools.partial(reference.paged_attention, **options))
-    return run(arrays.q, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths, arrays.sinks)
+    return run(*inputs_of(arrays))
+
+
+def inputs_of(arrays: cases.Arrays):
+    tables = (arrays.page_table, arrays.lengths, arrays.sinks)
+    return arrays.q, arrays.k_pages, arrays.v_pages, *tables, arrays.scales
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -40,7 +54,7 @@ def test_reference_in_float32_equals_float64(case):
     arrays = cases.make(case, np.float32)
     out, lse = reference_of(case, arrays)
     want, want_lse = cases.attention(case, arrays.q, arrays)
-    np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-6 * max(1, np.abs(want).max()))
     np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
 
 
@@ -62,15 +76,8 @@ def test_warp_program_equals_float64(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_lowers_for_cuda(case):
-    arrays = cases.make(case)
-
-    def run(q, k_pages, v_pages, page_table, lengths, sinks):
-        return mosaic.paged_attention(
-            q, k_pages, v_pages, page_table, lengths, sinks, plan=case.plan(), return_lse=True
-        )
-
-    inputs = (arrays.q, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths, arrays.sinks)
-    assert cases.lower_for_cuda(run, *inputs).count("@mosaic_gpu_v2") == 1
+    run = functools.partial(mosaic.paged_attention, plan=case.plan(), return_lse=True)
+    assert cases.lower_for_cuda(run, *inputs_of(cases.make(case))).count("@mosaic_gpu_v2") == 1
 
 
 @pytest.mark.parametrize(
@@ -79,8 +86,9 @@ def test_lowers_for_cuda(case):
         (1, 8, 8, 8, 8),  # 128 tokens: a tile for each warp of one block, no cluster
         (1, 8, 128, 64, 8),  # 2048 tokens: clusters of 8, the fastest that was measured
         (1, 3, 2048, 24, 8),
-        (16, 8, 64, 128, 8),  # one block for each multiprocessor
+        (16, 8, 64, 256, 4),  # two small blocks for each multiprocessor beat one large one
         (32, 8, 64, 512, 4),
+        (64, 8, 128, 1024, 4),  # clusters of two even out ragged rows
         (64, 8, 256, 512, 4),
     ],
 )
@@ -96,6 +104,10 @@ def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):
         scale=1.0,
     )
     assert (batch * kv_heads * got.splits, got.warps) == (blocks, warps)
+
+
+INT8, SCALES = jnp.zeros((4, 2, 16, 64), jnp.int8), jnp.ones((4, 2, 16))
+INT8_CALL = {"k_pages": INT8, "v_pages": INT8, "k_scales": SCALES, "v_scales": SCALES}
 
 
 def arguments_of(**change):
@@ -116,10 +128,15 @@ def arguments_of(**change):
     [
         ({"q": jnp.zeros((2, 4, 64), jnp.bfloat16)}, r"takes q \[batch, tokens, q_heads, head_dim\]"),
         ({"q": jnp.zeros((2, 1, 3, 64), jnp.bfloat16)}, "q has 3 heads, which is not a multiple of the pages' 2"),
-        ({"q": jnp.zeros((2, 1, 4, 32), jnp.bfloat16)}, "q has head_dim 32 and the pages 64"),
-        ({"q": jnp.zeros((2, 1, 4, 64), jnp.float32)}, "cast q to the pages' dtype"),
+        ({"q": jnp.zeros((2, 1, 4, 32), jnp.bfloat16)}, "head_dim 32, for which pages of bfloat16 are 32 wide, not 64"),
+        ({"q": jnp.zeros((2, 1, 4, 64), jnp.float32)}, "cast the tokens to the pages' dtype"),
         ({"q": jnp.zeros((2, 33, 4, 64), jnp.bfloat16)}, "33 query tokens do not fit in 2 pages of 16"),
-        ({"v_pages": jnp.zeros((3, 2, 16, 64), jnp.bfloat16)}, "they need one shape"),
+        ({"v_pages": jnp.zeros((3, 2, 16, 64), jnp.bfloat16)}, "of one dtype and one shape"),
+        ({"k_pages": INT8, "v_pages": INT8}, "pages of int8 hold codes; give k_scales and v_scales"),
+        ({"k_scales": SCALES, "v_scales": SCALES}, r"pages of bfloat16 take no scales; codes are int8 \(int8\)"),
+        ({"k_pages": INT8, "v_pages": INT8, "k_scales": SCALES}, r"need float32\(4, 2, 16\), one of them is None"),
+        (INT8_CALL | {"v_scales": SCALES[:3]}, r"one of them is float32\(3, 2, 16\)"),
+        (INT8_CALL | {"q": jnp.zeros((2, 1, 4, 32), jnp.bfloat16)}, "pages of int8 are 32 wide, not 64"),
         ({"page_table": jnp.zeros((3, 2), jnp.int32)}, r"it needs int32\[2, pages\]"),
         ({"lengths": jnp.zeros(3, jnp.int32)}, r"it needs int32\[2\]"),
         ({"sinks": jnp.zeros(2)}, "one logit for each of 4 query heads"),
@@ -160,7 +177,7 @@ def test_explain_gives_each_backend_its_reason(monkeypatch):
 def test_gpu(case):
     """Against float64; the same bits on every run; as the API answers."""
     arrays = cases.make(case)
-    inputs = (arrays.q, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths, arrays.sinks)
+    inputs = inputs_of(arrays)
     run = jax.jit(functools.partial(mosaic.paged_attention, plan=case.plan(), return_lse=True))
     runs = [[np.asarray(x) for x in run(*inputs)] for _ in range(3)]
     want, want_lse = cases.attention(case, arrays.q, arrays)
@@ -170,6 +187,7 @@ def test_gpu(case):
         np.testing.assert_array_equal(out.view(np.uint16), runs[0][0].view(np.uint16))
         np.testing.assert_array_equal(lse.view(np.uint32), runs[0][1].view(np.uint32))
     options = {"scale": case.scale, "window": case.window, "softcap": case.softcap, "backend": "mosaic"}
-    *arrays_in, sinks = [None if x is None else jnp.asarray(x) for x in inputs]
-    through_api = paged_attention(*arrays_in, sinks=sinks, **options)
+    *arrays_in, sinks, scales = jax.tree.map(jnp.asarray, inputs)
+    k_scales, v_scales = scales or (None, None)
+    through_api = paged_attention(*arrays_in, sinks=sinks, k_scales=k_scales, v_scales=v_scales, **options)
     assert cases.relative_error(np.asarray(through_api), want) < 5e-3

@@ -4,10 +4,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import mosaic, reference
+from pallas_kernels.paged_attention.formats import check_pools
 from pallas_kernels.paged_attention.plan import KEYS, plan_for
 
 MAX_TOKENS = 16  # more query tokens than verification needs: prefill, another kernel
@@ -15,8 +16,8 @@ MAX_TOKENS = 16  # more query tokens than verification needs: prefill, another k
 
 def paged_attention(
     q: Float[Array, "batch tokens q_heads head_dim"],
-    k_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    k_pages: Shaped[Array, "num_pages kv_heads page_size width"],
+    v_pages: Shaped[Array, "num_pages kv_heads page_size width"],
     page_table: Int32[Array, "batch pages"],
     lengths: Int32[Array, " batch"],
     *,
@@ -24,6 +25,8 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
+    v_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     return_lse: bool = False,
     backend: Literal["mosaic", "reference"] | None = None,
     explain: bool = False,
@@ -33,7 +36,9 @@ def paged_attention(
     Args:
       q: queries of the last `tokens` tokens of each row (1 for decode, up to 16 for verification; the reference takes
         any). Query t of a row sits at position lengths - tokens + t and sees the positions up to its own.
-      k_pages, v_pages: the pools, q's dtype. The tokens' own keys and values are in them already.
+      k_pages, v_pages: the pools, of q's dtype and head_dim wide, or codes with scales as `formats.py` describes them
+        (int8 and float8_e4m3fn, head_dim wide; int4 in uint8, half as wide). The tokens' own keys and values are in
+        them already.
       page_table: page ids of each row in order. Entries past a row's length may be anything in range: neither they nor
         what the pages hold from position `length` on (NaN included) touches the result.
       lengths: tokens in the cache, the new ones included; 0 is an empty row, whose output is zero.
@@ -41,6 +46,7 @@ def paged_attention(
       window: a query sees its own position and the window - 1 before it.
       softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
       sinks: per query head a logit that takes part in the normalisation and adds no value (gpt-oss).
+      k_scales, v_scales: what codes are multiplied with, for each token and head; positive.
       return_lse: also return the float32 log-sum-exp [batch, tokens, q_heads] of the visible logits and the sink, -inf
         where there is none. Results over several pools merge with weights exp(lse); give the sinks to one of them.
       backend: forces one; else the environment variable JAXINFER_KERNELS, else the first that supports the call.
@@ -52,9 +58,13 @@ def paged_attention(
     Raises:
       ValueError: shapes or dtypes that no backend takes, or that the forced one does not.
     """
-    _validate(q, k_pages, v_pages, page_table, lengths, sinks, window=window, softcap=softcap)
+    if q.ndim != 4:
+        raise ValueError(f"paged_attention takes q [batch, tokens, q_heads, head_dim], not {q.shape}")
     batch, tokens, q_heads, head_dim = q.shape
-    refusals = {"mosaic": mosaic_refusal(q, k_pages, tokens), "reference": None}
+    kv = check_pools("paged_attention", q.dtype, head_dim, k_pages, v_pages, k_scales, v_scales)
+    _validate(q, k_pages, page_table, lengths, sinks, window=window, softcap=softcap)
+    scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
+    refusals = {"mosaic": mosaic_refusal(q.dtype, kv, head_dim, k_pages.shape[2], tokens), "reference": None}
     choices = dispatch.choose("paged_attention", refusals, backend)
     if explain:
         return choices
@@ -71,27 +81,29 @@ def paged_attention(
             window=window,
             softcap=softcap,
             sinks=sinks is not None,
+            kv=kv,
         )
         sinks = None if sinks is None else sinks.astype(jnp.float32)
         out, lse = mosaic.paged_attention(
-            q, k_pages, v_pages, page_table, lengths, sinks, plan=plan, return_lse=return_lse
+            q, k_pages, v_pages, page_table, lengths, sinks, scales, plan=plan, return_lse=return_lse
         )
     else:
         out, lse = reference.paged_attention(
-            q, k_pages, v_pages, page_table, lengths, sinks, scale=scale, window=window, softcap=softcap
+            q, k_pages, v_pages, page_table, lengths, sinks, scales, scale=scale, window=window, softcap=softcap
         )
     return (out, lse) if return_lse else out
 
 
-def mosaic_refusal(q: jax.Array, k_pages: jax.Array, tokens: int) -> str | None:
-    """Why the Mosaic kernel does not take this call; None if it does."""
-    _, _, page_size, head_dim = k_pages.shape
-    if q.dtype != jnp.bfloat16 or k_pages.dtype != jnp.bfloat16:
-        return f"it needs bfloat16 queries and pages, not {q.dtype} and {k_pages.dtype}"
+def mosaic_refusal(dtype: jnp.dtype, kv: str, head_dim: int, page_size: int, tokens: int) -> str | None:
+    """Why the Mosaic kernel does not take queries of `dtype` over pages that hold `kv`; None if it does."""
+    if dtype != jnp.bfloat16:
+        return f"it needs bfloat16 queries, not {dtype}"
     if tokens > MAX_TOKENS:
         return f"it takes up to {MAX_TOKENS} query tokens, not {tokens}"
     if head_dim % 16 or head_dim > 256:
         return f"it needs a head_dim that is a multiple of 16 and at most 256, not {head_dim}"
+    if kv == "int4" and (head_dim % 32 or head_dim not in (*range(32, 129), 256)):
+        return f"with int4 pages it needs a head_dim of 32, 64, 96, 128 or 256, not {head_dim}"
     if page_size % KEYS:
         return f"it needs a page size that is a multiple of {KEYS}, not {page_size}"
     return dispatch.hopper_refusal()
@@ -100,7 +112,6 @@ def mosaic_refusal(q: jax.Array, k_pages: jax.Array, tokens: int) -> str | None:
 def _validate(
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
     page_table: jax.Array,
     lengths: jax.Array,
     sinks: jax.Array | None,
@@ -108,23 +119,10 @@ def _validate(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    if q.ndim != 4 or k_pages.ndim != 4:
-        raise ValueError(
-            "paged_attention takes q [batch, tokens, q_heads, head_dim] and pages [num_pages, kv_heads, page_size, "
-            f"head_dim], not {q.shape} and {k_pages.shape}"
-        )
-    batch, tokens, q_heads, head_dim = q.shape
-    if k_pages.shape != v_pages.shape:
-        raise ValueError(f"k_pages {k_pages.shape} and v_pages {v_pages.shape} differ; they need one shape")
-    _, kv_heads, _, pages_head_dim = k_pages.shape
-    if pages_head_dim != head_dim:
-        raise ValueError(f"q has head_dim {head_dim} and the pages {pages_head_dim}; they need one head_dim")
+    batch, tokens, q_heads, _ = q.shape
+    kv_heads = k_pages.shape[1]
     if q_heads % kv_heads:
         raise ValueError(f"q has {q_heads} heads, which is not a multiple of the pages' {kv_heads} KV heads")
-    if not (q.dtype == k_pages.dtype == v_pages.dtype):
-        raise ValueError(
-            f"q is {q.dtype}, k_pages {k_pages.dtype}, v_pages {v_pages.dtype}; cast q to the pages' dtype"
-        )
     if page_table.ndim != 2 or page_table.shape[0] != batch or page_table.dtype != jnp.int32:
         raise ValueError(f"page_table is {page_table.dtype}{page_table.shape}; it needs int32[{batch}, pages]")
     if lengths.shape != (batch,) or lengths.dtype != jnp.int32:

@@ -4,18 +4,19 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import decode_mosaic, decode_reference
 from pallas_kernels.paged_attention.api import mosaic_refusal
+from pallas_kernels.paged_attention.formats import check_pools
 from pallas_kernels.paged_attention.plan import plan_for
 
 
 def decode_attention(
     qkv: Float[Array, "batch qkv"],
-    k_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    k_pages: Shaped[Array, "num_pages kv_heads page_size width"],
+    v_pages: Shaped[Array, "num_pages kv_heads page_size width"],
     page_table: Int32[Array, "batch pages"],
     positions: Int32[Array, " batch"],
     cos: Float32[Array, "batch half"] | None,
@@ -30,17 +31,20 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
+    v_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     backend: Literal["mosaic", "reference"] | None = None,
     explain: bool = False,
 ) -> Any:
     """Norms and rotates the new token of each row, appends it to its page and attends over the row.
 
-    Same result as RMSNorm, RoPE, append and `paged_attention` one after the other, each rounded to the pools' dtype.
+    Same result as RMSNorm, RoPE, append and `paged_attention` one after the other, each rounded to qkv's dtype. Pools
+    of codes get the new key and value quantised (`formats.quantise`), and the token attends itself as it was stored.
 
     Args:
-      qkv: the projections of one token a row: `num_q_heads` query heads, then the key heads, then the value heads, in
-        the pools' dtype.
-      k_pages, v_pages: the pools. Donate them (or the cache they are in): they are then updated in place.
+      qkv: the projections of one token a row: `num_q_heads` query heads, then the key heads, then the value heads.
+      k_pages, v_pages: the pools, as in `paged_attention`. Donate them (or the cache they are in), with their scales:
+        they are then updated in place.
       page_table: page ids of each row in order. Entries past a row's new token may be anything in range. No other row
         may have the page that a row writes to.
       positions: place of the new token in its row, below pages * page_size. -1 is an idle row: its output is zero, and
@@ -51,19 +55,22 @@ def decode_attention(
       interleaved: pairs are dimensions (2i, 2i + 1) and not (i, i + half).
       q_norm, k_norm: RMSNorm weights of the query and key heads (before the rotation), both or neither.
       norm_eps: added to the mean square.
-      window, softcap, sinks, backend, explain: as in `paged_attention`.
+      window, softcap, sinks, k_scales, v_scales, backend, explain: as in `paged_attention`.
 
     Returns:
-      (output [batch, num_q_heads * head_dim] in the pools' dtype, k_pages, v_pages).
+      (output [batch, num_q_heads * head_dim] in qkv's dtype, k_pages, v_pages), with scales (..., k_scales, v_scales).
 
     Raises:
       ValueError: shapes or dtypes that no backend takes, or that the forced one does not.
     """
-    _validate_heads(qkv, k_pages, v_pages, num_q_heads)
-    _validate_rows(qkv, page_table, positions, cos, sin, k_pages.shape[3])
-    _validate_options(q_norm, k_norm, sinks, num_q_heads, k_pages.shape[3], window, softcap)
+    head_dim = _head_dim(qkv, k_pages, num_q_heads)
+    kv = check_pools("decode_attention", qkv.dtype, head_dim, k_pages, v_pages, k_scales, v_scales)
+    _validate_rows(qkv, page_table, positions, cos, sin, head_dim)
+    _validate_options(q_norm, k_norm, sinks, num_q_heads, head_dim, window, softcap)
+    scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
+    _, kv_heads, page_size, _ = k_pages.shape
     rotary_dim = 0 if cos is None else 2 * cos.shape[1]
-    refusal = mosaic_refusal(qkv, k_pages, tokens=1)
+    refusal = mosaic_refusal(qkv.dtype, kv, head_dim, page_size, tokens=1)
     if rotary_dim % 8:
         refusal = f"it rotates a multiple of 8 dimensions, not {rotary_dim}"
     choices = dispatch.choose("decode_attention", {"mosaic": refusal, "reference": None}, backend)
@@ -76,14 +83,15 @@ def decode_attention(
         return decode_reference.decode_attention(
             *arrays,
             sinks,
+            scales,
             num_q_heads=num_q_heads,
             scale=scale,
             interleaved=interleaved,
             norm_eps=norm_eps,
             window=window,
             softcap=softcap,
+            head_dim=head_dim,
         )
-    _, kv_heads, page_size, head_dim = k_pages.shape
     attention = plan_for(
         batch=qkv.shape[0],
         tokens=1,
@@ -96,31 +104,28 @@ def decode_attention(
         window=window,
         softcap=softcap,
         sinks=sinks is not None,
+        kv=kv,
     )
     plan = decode_mosaic.DecodePlan(attention, rotary_dim, interleaved, None if norms is None else norm_eps)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    return decode_mosaic.decode_attention(*arrays, sinks, plan=plan)
+    return decode_mosaic.decode_attention(*arrays, sinks, scales, plan=plan)
 
 
-def _validate_heads(qkv: jax.Array, k_pages: jax.Array, v_pages: jax.Array, num_q_heads: int) -> None:
-    if k_pages.shape != v_pages.shape or k_pages.ndim != 4:
+def _head_dim(qkv: jax.Array, k_pages: jax.Array, num_q_heads: int) -> int:
+    if k_pages.ndim != 4:
         raise ValueError(
-            "decode_attention takes k_pages and v_pages of one shape [num_pages, kv_heads, page_size, head_dim], not "
-            f"{k_pages.shape} and {v_pages.shape}"
+            f"decode_attention takes pages [num_pages, kv_heads, page_size, head_dim], not {k_pages.shape}"
         )
-    _, kv_heads, _, head_dim = k_pages.shape
+    kv_heads = k_pages.shape[1]
     if num_q_heads % kv_heads:
         raise ValueError(f"{num_q_heads} query heads are not a multiple of the pages' {kv_heads} KV heads")
-    width = (num_q_heads + 2 * kv_heads) * head_dim
-    if qkv.ndim != 2 or qkv.shape[1] != width:
+    heads = num_q_heads + 2 * kv_heads
+    if qkv.ndim != 2 or qkv.shape[1] % heads:
         raise ValueError(
-            f"qkv has shape {qkv.shape}; {num_q_heads} query heads and 2 x {kv_heads} KV heads of {head_dim} need "
-            f"[batch, {width}]"
+            f"qkv has shape {qkv.shape}; {num_q_heads} query heads and 2 x {kv_heads} KV heads need "
+            f"[batch, {heads} * head_dim]"
         )
-    if not (qkv.dtype == k_pages.dtype == v_pages.dtype):
-        raise ValueError(
-            f"qkv is {qkv.dtype}, k_pages {k_pages.dtype}, v_pages {v_pages.dtype}; cast qkv to the pages' dtype"
-        )
+    return qkv.shape[1] // heads
 
 
 def _validate_rows(

@@ -3,7 +3,8 @@
 The warp program is that of `mosaic.py`; only the start differs. Every block of a cluster rotates the query heads into
 its shared memory; the first block also the new key, whose row it writes to its page together with the value's. The
 new token itself is attended from shared memory, as the first entry of one warp's softmax, so no block waits for
-another's write.
+another's write. Where pages hold codes, the new key and value are quantised first: the token attends itself as later
+ones will see it.
 """
 
 import dataclasses
@@ -12,11 +13,13 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.paged_attention.formats import FORMATS, SMALLEST_SCALE
+from pallas_kernels.paged_attention.fragments import code_pairs, step_of
 from pallas_kernels.paged_attention.merge import Outputs, Place, merge
-from pallas_kernels.paged_attention.mosaic import launch
+from pallas_kernels.paged_attention.mosaic import launch, query_word
 from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.softmax import Softmax
-from pallas_kernels.paged_attention.tiles import Tiles
+from pallas_kernels.paged_attention.tiles import Pools, Tiles
 from pallas_kernels.paged_attention.warp import Warp
 
 
@@ -37,12 +40,16 @@ class DecodePlan:
 
     @property
     def new_token_start(self) -> int:
-        """Shared memory: the new key and value, bfloat16, behind the rest."""
+        """Shared memory: the new key and value as rows of a page, behind the rest; then their scales."""
         return self.attention.smem_bytes
 
     @property
+    def scales_start(self) -> int:
+        return self.new_token_start + 2 * self.attention.row_bytes
+
+    @property
     def smem_bytes(self) -> int:
-        return self.attention.smem_bytes + 4 * self.attention.head_dim
+        return self.scales_start + (8 if self.attention.quantised else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +57,7 @@ class Arguments:
     """The kernel's arrays in global memory; those that the call does not have are None."""
 
     qkv: Any
-    k_pages: Any
-    v_pages: Any
+    pools: Pools
     page_table: Any
     positions: Any
     cos: Any
@@ -70,7 +76,7 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
     position = w.load_i32(args.positions, row, true)
     place = Place(row, kv_head, row_block * stored.block_rows)
     length = w.maximum(position, w.const(0, "i32"))
-    tiles = Tiles(w, stored, args.k_pages, args.v_pages, args.page_table, row, kv_head, length, split)
+    tiles = Tiles(w, stored, args.pools, args.page_table, row, kv_head, length, split)
     # In the order in which they are needed: page ids, the projections, then what depends on the page ids.
     pages = [tiles.page(w.const(j, "i32")) for j in range(stored.depth)]
     token = NewToken(w, plan, args, place)
@@ -108,6 +114,7 @@ class Quad:
     sin: Any = None
     weights: Any = None
     partner_weights: Any = None
+    codes: Any = None  # of a page: the four elements in a word, int4 with those that are head_dim / 2 further on
 
 
 class NewToken:
@@ -183,6 +190,9 @@ class NewToken:
             for quad in quads:
                 if self.plan.rotary_dim:
                     self._rotate(quad)
+            if self.plan.attention.quantised:
+                self._quantise(quads)
+            for quad in quads:
                 self._store(quad)
 
     def _normalise(self, quads: list[Quad]) -> None:
@@ -222,31 +232,79 @@ class NewToken:
     def _packed(self, x: list[Any]) -> list[Any]:
         return [self.w.pack_bf16(x[0], x[1]), self.w.pack_bf16(x[2], x[3])]
 
-    def _store(self, quad: Quad) -> None:
-        """Queries as `mosaic.stage_queries` lays them out; key and value as rows."""
+    def _quantise(self, quads: list[Quad]) -> None:
+        """The head's codes and scale, as `formats.quantise` gives them; those of queries are not used."""
         w, attention = self.w, self.plan.attention
-        head, piece = quad.head, quad.piece
-        step, lane = (piece // 8) * 2 + piece % 2, (piece % 8) // 2
-        if attention.head_dim % 32:
-            in_pairs = piece < self.pieces - 4
-            step = w.select(in_pairs, step, w.const(attention.head_dim // 16 - 1, "i32"))
-            lane = w.select(in_pairs, lane, piece - (self.pieces - 4))
-        address = (step * 32 + (head % 8) * 4 + lane) * 16 + (head // 8) * 4
+        form = FORMATS[attention.kv]
+        largest = w.const(0.0)
+        for x in self._floats([word for quad in quads for word in quad.words]):
+            largest = w.maximum(largest, w.maximum(x, 0.0 - x))
+        for mask in (1, 2, 4, 8, 16):
+            largest = w.maximum(largest, w.shuffle_xor(largest, mask))
+        scale = w.maximum(largest * (1 / form.largest), w.const(SMALLEST_SCALE))
+        inverse = w.exact_reciprocal(scale)
+        pack = w.pack_e4m3 if attention.kv == "float8_e4m3fn" else w.pack_int8
+        for quad in quads:
+            quad.codes = pack([x * inverse for x in self._floats(quad.words)])
+        if attention.kv == "int4":
+            # code + 8 of each byte: modulo 16, so that no carry leaves a byte.
+            codes = [((quad.codes & 0x0F0F0F0F) + 0x08080808) & 0x0F0F0F0F for quad in quads]
+            for i, quad in enumerate(quads):
+                quad.codes = codes[i] + self._further(codes, i) * 16
+        head = quads[0].head
+        place = w.select(self._is_key(head), w.const(0, "i32"), w.const(4, "i32")) + self.plan.scales_start
+        w.shared_store(place, [scale], (head > self.queries - 1) & quads[0].valid & (w.lane < 1))
+
+    def _further(self, codes: list[Any], i: int) -> Any:
+        """What the lane with the piece that is head_dim / 2 after this lane's has; anything in the upper half."""
+        distance = self.pieces // 2
+        if distance % 32 == 0:
+            return codes[min(i + distance // 32, len(codes) - 1)]
+        return self.w.shuffle(codes[0], (self.w.lane + distance) % 32)
+
+    def _store(self, quad: Quad) -> None:
+        """Queries as `mosaic.stage_queries` lays them out; key and value as rows of a page."""
+        w, attention = self.w, self.plan.attention
+        head = quad.head
+        step, lane = step_of(w, attention, quad.piece * 4)
+        tile = (head // 16) * (32 * attention.head_dim)
+        address = tile + (step * 32 + (head % 8) * 4 + lane) * 16 + ((head % 16) // 8) * 4
         is_query = quad.valid & self._is_query(head)
-        w.shared_store(address, quad.words[:1], is_query)
-        w.shared_store(address + 8, quad.words[1:], is_query)
-        row = (head - self.queries) * (2 * attention.head_dim) + self.plan.new_token_start
-        w.shared_store(row + piece * 8, quad.words, quad.valid & (head > self.queries - 1))
+        words = [query_word(w, attention, word) for word in quad.words]
+        w.shared_store(address, words[:1], is_query)
+        w.shared_store(address + 8, words[1:], is_query)
+        row = (head - self.queries) * attention.row_bytes + self.plan.new_token_start
+        stored, size = self._stored(quad)
+        w.shared_store(row + quad.piece * size, stored, self._in_row(quad) & (head > self.queries - 1))
+
+    def _stored(self, quad: Quad) -> tuple[list[Any], int]:
+        """The words of this piece in a page, and their bytes."""
+        return ([quad.codes], 4) if self.plan.attention.quantised else (quad.words, 8)
+
+    def _in_row(self, quad: Quad) -> Any:
+        """Whether the piece has words of its own in a page: with int4, those of the lower half of a head."""
+        if self.plan.attention.kv == "int4":
+            return quad.valid & (quad.piece < self.pieces // 2)
+        return quad.valid
 
     def write(self, page: Any, offset: Any, writes: Any) -> None:
-        """Writes the new key and value to row `offset` of their page."""
-        w, attention = self.w, self.plan.attention
-        start = w.wide(page * attention.kv_heads + self.place.kv_head) * (attention.page_size * attention.head_dim)
-        start = start + w.wide(offset * attention.head_dim)
+        """Writes the new key and value to row `offset` of their page, with their scales."""
+        w, attention, pools = self.w, self.plan.attention, self.args.pools
+        block = w.wide(page * attention.kv_heads + self.place.kv_head) * attention.page_size + w.wide(offset)
         for quad in [quad for quads in self.quads for quad in quads]:
-            at, valid = start + w.wide(quad.piece * 4), writes & quad.valid
-            w.store_words(self.args.k_pages, at, quad.words, valid & self._is_key(quad.head))
-            w.store_words(self.args.v_pages, at, quad.words, valid & self._is_value(quad.head))
+            stored, size = self._stored(quad)
+            at, valid = block * attention.row_bytes + w.wide(quad.piece * size), writes & self._in_row(quad)
+            w.store_bytes(pools.k_pages, at, stored, valid & self._is_key(quad.head))
+            w.store_bytes(pools.v_pages, at, stored, valid & self._is_value(quad.head))
+        if attention.quantised:
+            first = writes & (w.thread < 1)
+            for pool, scale in zip((pools.k_scales, pools.v_scales), self._scales(), strict=True):
+                w.store_f32(pool, block, scale, first)
+
+    def _scales(self) -> list[Any]:
+        """Of the new key and value, from shared memory."""
+        start = self.plan.scales_start
+        return [self.w.shared_load(self.w.const(start + 4 * i, "i32"), 1, "f32")[0] for i in range(2)]
 
     def attended(self, softmax: Softmax) -> Any:
         """The softmax state after the new token alone: maximum its logit, sum 1, weighted values its value."""
@@ -254,19 +312,37 @@ class NewToken:
         key = w.const(self.plan.new_token_start, "i32")
         # All eight columns of B hold the same key, so that every lane gets its rows' logit.
         keys = [
-            w.shared_load(key + (softmax.quad * (2 * width) + start) * 2, width, "i32")
-            for start, width in attention.key_chunks
+            w.shared_load(key + (softmax.quad * size + start), size // 4, "i32") for start, size in attention.key_chunks
         ]
-        scores = softmax.scores([keys])[0]
-        maxima = [softmax.logit(scores[2 * half]) for half in range(attention.halves)]
+        scores = [of_half[0][0] for of_half in softmax.scores([keys])]
+        k_scale, v_scale = self._scales() if attention.quantised else (None, None)
+        if k_scale is not None:
+            scores = [score * k_scale for score in scores]
+        maxima = [softmax.logit(score) + softmax.headroom for score in scores]
         one = w.select(softmax.quad < 1, w.const(1.0), w.const(0.0))  # sums are spread over a row's four lanes
-        tiles = []
-        for start, width in attention.value_chunks:
-            address = key + (softmax.group * (2 * width) + (start + attention.head_dim)) * 2
-            for word in w.shared_load(address, width, "i32"):
-                low, high = w.unpack_bf16(word)
-                tiles.append((low, low, high, high))
+        tiles = [(low, low, high, high) for low, high in self._value_pairs(softmax.group)]
+        if v_scale is not None:
+            tiles = [tuple(x * v_scale for x in tile) for tile in tiles]
         return maxima, [one] * attention.halves, [list(tiles) for _ in range(attention.halves)]
+
+    def _value_pairs(self, group: Any) -> list[tuple[Any, Any]]:
+        """The new value's elements in lane `group` of eight, two for each m-tile; codes without their scale."""
+        w, attention = self.w, self.plan.attention
+        value = self.plan.new_token_start + attention.row_bytes
+        pairs = []
+        for start, size in attention.value_chunks:
+            if size == 2:  # two lanes share a word
+                word = w.shared_load((group // 2) * 4 + (start + value), 1, "i32")[0]
+                words = [w.select(group % 2 < 1, word, w.upper_half(word))]
+            else:
+                words = w.shared_load(group * size + (start + value), size // 4, "i32")
+            if not attention.quantised:
+                pairs += [w.unpack_bf16(word) for word in words]
+                continue
+            halves = zip(*(code_pairs(w, attention, word) for word in words), strict=True)
+            for half in halves:  # of the head, with int4
+                pairs += [w.unpack_f16(pair) for of_word in half for pair in of_word[: max(1, size // 2)]]
+        return pairs
 
 
 # Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
@@ -280,23 +356,25 @@ def decode_attention(
     rope: tuple[jax.Array, jax.Array] | None,
     norms: tuple[jax.Array, jax.Array] | None,
     sinks: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     plan: DecodePlan,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the kernel: output [B, Hq * D] and the pools, updated in place where the caller gives them up."""
+) -> tuple[jax.Array, ...]:
+    """Runs the kernel: output [B, Hq * D], pools and scales, updated in place where the caller gives them up."""
     attention = plan.attention
-    keys, values = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    operands = [qkv, keys, values, page_table, positions]
+    pools = [jax.new_ref(pool) for pool in (k_pages, v_pages, *(scales or ()))]
+    operands = [qkv, page_table, positions, *pools]
     operands += [*(rope or ()), *(norms or ()), *(() if sinks is None else (sinks,))]
     out_type = [jax.ShapeDtypeStruct((attention.batch, attention.q_heads * attention.head_dim), qkv.dtype)]
 
     def program(w: Warp, inputs: list[Any], outs: list[Any], *indices: Any) -> None:
-        rest = iter(inputs[5:])
+        rest = iter(inputs[3 + len(pools) :])
         cos, sin = (next(rest), next(rest)) if rope else (None, None)
         q_norm, k_norm = (next(rest), next(rest)) if norms else (None, None)
         outputs = Outputs(outs[0], None, next(rest) if sinks is not None else None)
-        args = Arguments(*inputs[:5], cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, outputs=outputs)
+        stored = Pools(*inputs[3 : 3 + len(pools)])
+        args = Arguments(inputs[0], stored, inputs[1], inputs[2], cos, sin, q_norm, k_norm, outputs)
         decode(w, plan, args, *indices)
 
     outs = launch(program, attention, operands, out_type, plan.smem_bytes, "decode_attention")
-    return outs[0], jax.freeze(keys), jax.freeze(values)
+    return outs[0], *[jax.freeze(pool) for pool in pools]

@@ -2,20 +2,23 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.formats import format_of, quantise
 
 
 def decode_attention(
     qkv: Float[Array, "batch qkv"],
-    k_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    k_pages: Shaped[Array, "num_pages kv_heads page_size width"],
+    v_pages: Shaped[Array, "num_pages kv_heads page_size width"],
     page_table: Int32[Array, "batch pages"],
     positions: Int32[Array, " batch"],
     rope: tuple[Float32[Array, "batch half"], Float32[Array, "batch half"]] | None,
     norms: tuple[Float32[Array, " head_dim"], Float32[Array, " head_dim"]] | None,
     sinks: Float[Array, " q_heads"] | None,
+    scales: tuple[Float32[Array, "num_pages kv_heads page_size"], Float32[Array, "num_pages kv_heads page_size"]]
+    | None = None,
     *,
     num_q_heads: int,
     scale: float,
@@ -23,13 +26,10 @@ def decode_attention(
     norm_eps: float,
     window: int | None,
     softcap: float | None,
-) -> tuple[
-    Float[Array, "batch q_size"],
-    Float[Array, "num_pages kv_heads page_size head_dim"],
-    Float[Array, "num_pages kv_heads page_size head_dim"],
-]:
-    """Norm, RoPE, append, attention, each rounded to the pools' dtype."""
-    num_pages, kv_heads, page_size, head_dim = k_pages.shape
+    head_dim: int,
+) -> tuple[Array, ...]:
+    """Norm, RoPE, append, attention, each rounded to qkv's dtype; the output, then the pools, then their scales."""
+    num_pages, kv_heads, page_size, _ = k_pages.shape
     heads = qkv.reshape(qkv.shape[0], -1, head_dim)
     q, k, v = jnp.split(heads, [num_q_heads, num_q_heads + kv_heads], axis=1)
     if norms is not None:
@@ -39,12 +39,21 @@ def decode_attention(
     slots = jnp.maximum(positions, 0)
     pages = jnp.take_along_axis(page_table, slots[:, None] // page_size, axis=1, mode="clip")[:, 0]
     pages = jnp.where(positions >= 0, pages, num_pages)  # past the end, which is dropped
-    k_pages = k_pages.at[pages, :, slots % page_size].set(k, mode="drop")
-    v_pages = v_pages.at[pages, :, slots % page_size].set(v, mode="drop")
-    out, _ = reference.paged_attention(
-        q[:, None], k_pages, v_pages, page_table, positions + 1, sinks, scale=scale, window=window, softcap=softcap
-    )
-    return out.reshape(qkv.shape[0], num_q_heads * head_dim), k_pages, v_pages
+    new = [k, v]
+    if scales is not None:
+        form = format_of(k_pages.dtype)
+        assert form is not None
+        (k, k_scale), (v, v_scale) = quantise(k, form), quantise(v, form)
+        new = [k, v, k_scale, v_scale]
+    stored = [
+        pool.at[pages, :, slots % page_size].set(x, mode="drop")
+        for pool, x in zip((k_pages, v_pages, *(scales or ())), new, strict=True)
+    ]
+    if scales is not None:
+        scales = (stored[2], stored[3])
+    attended = (q[:, None], stored[0], stored[1], page_table, positions + 1, sinks, scales)
+    out, _ = reference.paged_attention(*attended, scale=scale, window=window, softcap=softcap)
+    return out.reshape(qkv.shape[0], num_q_heads * head_dim), *stored
 
 
 def rms_norm(

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.fragments import element_of
 from pallas_kernels.paged_attention.merge import Outputs, Place, merge
 from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.softmax import Softmax
-from pallas_kernels.paged_attention.tiles import Tiles
+from pallas_kernels.paged_attention.tiles import Pools, Tiles
 from pallas_kernels.paged_attention.warp import Warp
 
 
@@ -28,8 +29,7 @@ class Arguments:
     """The kernel's arrays in global memory, as the warp's memory methods take them."""
 
     q: Any
-    k_pages: Any
-    v_pages: Any
+    pools: Pools
     page_table: Any
     lengths: Any
     outputs: Outputs
@@ -44,7 +44,7 @@ def attend(w: Any, plan: Plan, args: Arguments, row: Any, kv_head: Any, row_bloc
         w.cluster_arrive(release=False)
     length = w.load_i32(args.lengths, row, w.const(1, "i32") > 0)
     place = Place(row, kv_head, row_block * plan.block_rows)
-    tiles = Tiles(w, plan, args.k_pages, args.v_pages, args.page_table, row, kv_head, length, split)
+    tiles = Tiles(w, plan, args.pools, args.page_table, row, kv_head, length, split)
     # Start the first tiles' reads, then bring the queries in while they fly.
     buffers = [tiles.read(j, tiles.page(w.const(j, "i32"))) for j in range(plan.depth)]
     stage_queries(w, plan, args.q, place)
@@ -56,26 +56,37 @@ def attend(w: Any, plan: Plan, args: Arguments, row: Any, kv_head: Any, row_bloc
 
 
 def stage_queries(w: Any, plan: Plan, q: Any, place: Place) -> None:
-    """Writes the query rows to shared memory as A fragments: [k-step][lane] four words. Rows past the last are zero."""
+    """Writes the query rows to shared memory as A fragments: [16 rows][k-step][lane] four words.
+
+    Rows past the last are zero.
+    """
     steps = plan.head_dim // 16
-    for start in range(0, 32 * steps, plan.threads):
+    for start in range(0, 32 * steps * plan.row_tiles, plan.threads):
         index = w.thread + start
-        step, lane = index // 32, index % 32
+        tile, step, lane = index // (32 * steps), (index // 32) % steps, index % 32
         group, quad = lane // 4, lane % 4
-        # Two k-steps share a 16-byte read of a key: the even one has its first two words.
-        d = (step // 2) * 32 + quad * 8 + (step % 2) * 4
-        if plan.head_dim % 32:
-            d = w.select(step < steps - 1, d, quad * 4 + (plan.head_dim - 16))
+        inside = tile < plan.row_tiles
+        d = element_of(w, plan, step, quad)
         halves = []
-        for half in range(plan.halves):
-            query = place.first_row + group + 8 * half
+        for half in range(min(2, plan.halves)):
+            query = place.first_row + tile * 16 + group + 8 * half
             token, head = query // plan.group, query % plan.group
             position = (place.row * plan.tokens + token) * plan.q_heads + place.kv_head * plan.group + head
-            valid = (query < plan.rows) & (step < steps)
-            halves.append(w.load_words(q, position * plan.head_dim + d, 2, valid))
+            valid = (query < plan.rows) & inside
+            words = w.load_words(q, position * plan.head_dim + d, 2, valid)
+            halves.append([query_word(w, plan, word) for word in words])
         zero = w.const(0, "i32")
-        low, high = halves if plan.halves == 2 else (halves[0], (zero, zero))
-        w.shared_store(index * 16, [low[0], high[0], low[1], high[1]], step < steps)
+        low, high = halves if len(halves) == 2 else (halves[0], (zero, zero))
+        w.shared_store(index * 16, [low[0], high[0], low[1], high[1]], inside)
+
+
+def query_word(w: Any, plan: Plan, word: Any) -> Any:
+    """Two bfloat16 as the mma takes them: float16 where keys are codes, up to the largest float16."""
+    if not plan.quantised:
+        return word
+    largest = w.const(65504.0)
+    low, high = (w.maximum(w.minimum(x, largest), 0.0 - largest) for x in w.unpack_bf16(word))
+    return w.pack_f16(low, high)
 
 
 # Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
@@ -87,19 +98,21 @@ def paged_attention(
     page_table: jax.Array,
     lengths: jax.Array,
     sinks: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     plan: Plan,
     return_lse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Runs the kernel. bfloat16 q, pages and output; float32 sinks and log-sum-exp [B, T, Hq]."""
+    """Runs the kernel. bfloat16 q and output, pages as `plan.kv` says; float32 scales, sinks and log-sum-exp."""
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if return_lse:
         out_type.append(jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
-    operands = [q, k_pages, v_pages, page_table, lengths] + ([] if sinks is None else [sinks])
+    operands = [q, page_table, lengths, k_pages, v_pages, *(scales or ()), *(() if sinks is None else (sinks,))]
 
     def program(w: Warp, inputs: list[Any], outs: list[Any], *indices: Any) -> None:
-        outputs = Outputs(outs[0], outs[1] if return_lse else None, None if sinks is None else inputs[5])
-        attend(w, plan, Arguments(*inputs[:5], outputs=outputs), *indices)
+        pools = Pools(*inputs[3 : 7 if scales else 5])
+        outputs = Outputs(outs[0], outs[1] if return_lse else None, None if sinks is None else inputs[-1])
+        attend(w, plan, Arguments(inputs[0], pools, inputs[1], inputs[2], outputs), *indices)
 
     outs = launch(program, plan, operands, out_type, plan.smem_bytes, "paged_attention")
     return outs[0], (outs[1] if return_lse else None)
@@ -121,12 +134,10 @@ def launch(
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
             *arrays, smem = values[: len(refs)]
-            w = Warp(smem, plan.keep_tables)
+            w = Warp(smem)
             indices = [w.scalar(x) for x in values[len(refs) :]]
             program(w, arrays[: len(operands)], arrays[len(operands) :], *indices)
 
-        if plan.early_launch:
-            plgpu.griddepcontrol_wait()
         split = jax.lax.axis_index("split") if plan.splits > 1 else jnp.int32(0)
         emit(*refs, *[jax.lax.axis_index(name) for name in ("row", "kv_head", "row_block")], split)
 

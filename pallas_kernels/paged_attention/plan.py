@@ -4,15 +4,37 @@ import dataclasses
 
 KEYS = 16  # keys of a tile: the depth of one mma
 MULTIPROCESSORS = 132  # of an H100 and an H200
+ROOM = 640  # of 8-row halves times (head_dim + 32): what a thread's 255 registers hold of sums and statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """`chunks` chunks of a key in which a lane holds `elements` consecutive elements (int4: of each half of the head).
+
+    The run starts at element `start` and k-step `first_step`; a chunk has `steps` k-steps.
+    """
+
+    start: int
+    elements: int
+    chunks: int
+    first_step: int
+    steps: int
+
+    @property
+    def end(self) -> int:
+        return self.start + 4 * self.elements * self.chunks
+
+    @property
+    def end_step(self) -> int:
+        return self.first_step + self.steps * self.chunks
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Shapes and options of a call, and its schedule.
 
-    `splits` blocks of `warps` warps share one (sequence, KV head, block of query rows); each warp keeps `depth` tiles
-    of 16 keys in flight. `early_launch` lets the blocks start while the kernel before still drains (programmatic
-    dependent launch). `keep_tables` asks the L2 cache to keep page ids, positions and angles from layer to layer.
+    `kv` is what pages hold: bfloat16, or a format of `formats.py`. `splits` blocks of `warps` warps share one
+    (sequence, KV head, block of query rows); each warp keeps `depth` tiles of 16 keys in flight.
     """
 
     batch: int
@@ -26,11 +48,10 @@ class Plan:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    kv: str = "bfloat16"
     splits: int = 8
     warps: int = 8
     depth: int = 2
-    early_launch: bool = False
-    keep_tables: bool = True
 
     @property
     def group(self) -> int:
@@ -42,37 +63,82 @@ class Plan:
         return self.tokens * self.group
 
     @property
+    def row_blocks(self) -> int:
+        """Blocks that the rows are dealt to; each reads the cache once. One as long as the sums fit in registers."""
+        return -(-self.rows // (8 * max(2, ROOM // (self.head_dim + 32))))
+
+    @property
     def halves(self) -> int:
-        """8-row halves of the mma's 16 rows that a block uses."""
-        return 1 if self.rows <= 8 else 2
+        """8-row halves of the mmas' 16 rows that a block uses."""
+        return -(-self.rows // (8 * self.row_blocks))
 
     @property
     def block_rows(self) -> int:
         return 8 * self.halves
 
     @property
-    def row_blocks(self) -> int:
-        return -(-self.rows // self.block_rows)
+    def row_tiles(self) -> int:
+        """mmas that a block's query rows take as A."""
+        return -(-self.halves // 2)
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
 
     @property
+    def quantised(self) -> bool:
+        """Pages hold codes: these and queries and weights are float16 in registers, and each row has a scale."""
+        return self.kv != "bfloat16"
+
+    @property
+    def bits(self) -> int:
+        """Of an element in a page."""
+        return {"bfloat16": 16, "int8": 8, "float8_e4m3fn": 8, "int4": 4}[self.kv]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token's key or value in a page."""
+        return self.head_dim * self.bits // 8
+
+    @property
     def key_chunks(self) -> list[tuple[int, int]]:
-        """(first element, words a lane reads): four lanes read 8 * words consecutive elements of a key."""
-        full, rest = divmod(self.head_dim, 32)
-        return [(32 * i, 4) for i in range(full)] + ([(32 * full, 2)] if rest else [])
+        """(first byte, bytes a lane reads) of a key: its four lanes read consecutive pieces."""
+        return _chunks(self.row_bytes, lanes=4)
 
     @property
     def value_chunks(self) -> list[tuple[int, int]]:
-        """(first element, words a lane reads): eight lanes read 16 * words consecutive elements of a value."""
-        chunks, start = [], 0
-        for width in (64, 32, 16):
-            while self.head_dim - start >= width:
-                chunks.append((start, width // 16))
-                start += width
-        return chunks
+        """(first byte, bytes a lane reads) of a value: its eight lanes read consecutive pieces."""
+        return _chunks(self.row_bytes, lanes=8)
+
+    @property
+    def key_runs(self) -> list[Run]:
+        """Key chunks of one size together."""
+        runs: list[Run] = []
+        step = 0
+        for first, size in self.key_chunks:
+            elements, steps = (size // 2, size // 8) if not self.quantised else (size, size // 4)
+            steps = steps * 2 if self.kv == "int4" else steps
+            if runs and runs[-1].elements == elements:
+                runs[-1] = dataclasses.replace(runs[-1], chunks=runs[-1].chunks + 1)
+            else:
+                runs.append(Run(first // 2 if not self.quantised else first, elements, 1, step, steps))
+            step += steps
+        return runs
+
+    @property
+    def value_runs(self) -> list[tuple[int, int]]:
+        """(first element, consecutive elements of a lane) in the order of the m-tiles, which take two of them each."""
+        runs = []
+        for first, size in self.value_chunks:
+            if self.kv == "bfloat16":
+                runs.append((first // 2, size // 2))
+            else:
+                runs += [(first + half, size) for half in ((0, self.head_dim // 2) if self.kv == "int4" else (0,))]
+        return runs
+
+    def chunk_tiles(self, size: int) -> int:
+        """m-tiles of a value chunk of which a lane reads `size` bytes."""
+        return size * 4 // self.bits
 
     # Merging: a task is four elements of one query row; each block of a cluster finishes `share` of them.
     @property
@@ -96,7 +162,7 @@ class Plan:
 
     @property
     def parts_start(self) -> int:
-        return 32 * self.head_dim
+        return 32 * self.head_dim * self.row_tiles
 
     @property
     def inbox_start(self) -> int:
@@ -121,26 +187,40 @@ def plan_for(
     window: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    kv: str = "bfloat16",
 ) -> Plan:
     """The schedule for a call, from what was measured on an H200 (docs/kernels_attention.md).
 
     The width of the page table stands for the lengths, which are not known yet.
     """
-    plan = Plan(batch, tokens, q_heads, kv_heads, head_dim, page_size, pages_per_row, scale, window, softcap, sinks)
+    plan = Plan(batch, tokens, q_heads, kv_heads, head_dim, page_size, pages_per_row, scale, window, softcap, sinks, kv)
     groups = batch * kv_heads * plan.row_blocks
-    if groups > MULTIPROCESSORS:
-        # Two or more small blocks on each multiprocessor: 98 % of the memory's speed at depth 1, and a cluster of two
-        # evens out what does not divide.
-        splits, warps, depth = (1 if groups > 3 * MULTIPROCESSORS else 2), 4, 1
+    room = pages_per_row * page_size
+    if groups > MULTIPROCESSORS // 2:
+        # Two or more small blocks on each multiprocessor: 98 % of the memory's speed at depth 1. A cluster of two evens
+        # out what does not divide, and rows that differ in length; rows of thousands of tokens do without.
+        splits, warps, depth = (1 if groups > 3 * MULTIPROCESSORS and not 1024 <= room <= 2048 else 2), 4, 1
     else:
         # One large block on each. Clusters of 16 were slower than of 8 even where half the multiprocessors idle.
         splits, warps, depth = min(8, _power_of_two(MULTIPROCESSORS // groups)), 8, 2
-    tiles = min(pages_per_row * page_size, (window or pages_per_row * page_size) + KEYS) // KEYS
+    if plan.quantised:
+        depth = 2  # tiles have half the bytes, and so have their registers
+    tiles = min(room, (window or room) + KEYS) // KEYS
     while splits > 1 and splits * warps > tiles:  # no block without a tile for each of its warps
         splits //= 2
-    if head_dim * plan.halves > 128:
+    if head_dim * plan.halves > (256 if plan.quantised else 128) or head_dim > 128:
         depth = 1  # two tiles and their sums do not fit in a thread's registers
     return dataclasses.replace(plan, splits=splits, warps=warps, depth=depth)
+
+
+def _chunks(row_bytes: int, lanes: int) -> list[tuple[int, int]]:
+    """Cuts a row into pieces of 16, 8, 4 or 2 bytes a lane, the widest first."""
+    chunks, start = [], 0
+    for size in (16, 8, 4, 2):
+        while row_bytes - start >= lanes * size:
+            chunks.append((start, size))
+            start += lanes * size
+    return chunks
 
 
 def _power_of_two(limit: int) -> int:

@@ -10,7 +10,10 @@ picks orders that make every global read 16 consecutive bytes:
     O[d, row] = V^T P^T   A = values, B = probabilities. The sums of S are B's fragment already. Lane g reads 8
                           consecutive elements of keys 2q, 2q+1, 2q+8, 2q+9 and pairs them by key with byte permutes.
 
-Query rows sit in shared memory in fragment order. docs/kernels_attention.md has the diagram.
+Query rows sit in shared memory in fragment order. docs/kernels_attention.md has the diagram, `fragments.py` what
+differs where pages hold codes: those become float16, exactly, and the scales stay out of the products. A key's scale
+multiplies its logits. A value's goes into the exponent: weights are exp2(logit + log2(scale) - maximum), so the largest
+is always near the top of float16's range, whatever the scales are, and the sum divides it out again.
 """
 
 import math
@@ -18,12 +21,16 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.paged_attention.formats import SMALLEST_SCALE
+from pallas_kernels.paged_attention.fragments import key_fragments, value_fragments
 from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.tiles import Tiles
 
 LOG2_E = math.log2(math.e)
 # The running maximum starts here and not at -inf, so that a row with no visible key yet never computes inf - inf.
 LOWEST = -1e30
+# float16 weights go up to 2**HEADROOM: full precision down to 2**-22 of the largest, gone below 2**-33.
+HEADROOM = 8
 
 
 class Softmax:
@@ -31,10 +38,12 @@ class Softmax:
 
     Maximum and sum belong to row g (and g + 8) in the lanes of group g, the sum still spread over the four lanes.
     Weighted values are fragments of O[d, row]: [half][m-tile] four floats. Logits are multiplied by log2(e), for exp2.
+    Sums count in units of exp2(maximum - `headroom`).
     """
 
     def __init__(self, w: Any, plan: Plan, length: Any, first_row: Any):
         self.w, self.plan = w, plan
+        self.headroom = HEADROOM if plan.quantised else 0
         self.group, self.quad = w.lane // 4, w.lane % 4
         self.last_key = []
         for half in range(plan.halves):
@@ -80,58 +89,69 @@ class Softmax:
 
     def update(self, state: Any, buffer: Any, first_key: Any) -> Any:
         w, plan = self.w, self.plan
-        keys, values = buffer
+        keys, values, k_scales, v_scales = buffer
         maxima, sums, outs = (list(part) for part in state)
+        if plan.quantised:
+            # A row without scale was never written, or is past the length: its weight is zero.
+            v_scales = [w.maximum(scale, w.const(SMALLEST_SCALE)) for scale in v_scales]
+            exponents = [w.log2(scale) for scale in v_scales]
+            inverses = [w.reciprocal(scale) for scale in v_scales]
+        else:
+            exponents, inverses = [], []
         scores = self.scores(keys)
         weights = []
         for half in range(plan.halves):
             logits = []
             for n in range(2):
                 for column in range(2):
+                    score, i = scores[half][n][column], 2 * n + column
+                    logit = self.logit(score * k_scales[i]) + exponents[i] if plan.quantised else self.logit(score)
                     key = first_key + self.quad * 2 + (8 * n + column)
-                    logit = self.logit(scores[n][2 * half + column])
                     logits.append(w.select(self.visible(key, self.last_key[half]), logit, w.const(-math.inf)))
             peak = w.maximum(w.maximum(logits[0], logits[1]), w.maximum(logits[2], logits[3]))
             for mask in (1, 2):
                 peak = w.maximum(peak, w.shuffle_xor(peak, mask))
             peak = w.maximum(peak, maxima[half])
-            p = [w.exp2(x - peak) for x in logits]
+            top = peak - self.headroom if self.headroom else peak
+            p = [w.exp2(x - top) for x in logits]
             decay = w.exp2(maxima[half] - peak)
             maxima[half] = peak
-            sums[half] = sums[half] * decay + ((p[0] + p[1]) + (p[2] + p[3]))
-            weights.append((w.pack_bf16(p[0], p[1]), w.pack_bf16(p[2], p[3])))
+            shares = [a * b for a, b in zip(p, inverses, strict=True)] if plan.quantised else p
+            sums[half] = sums[half] * decay + ((shares[0] + shares[1]) + (shares[2] + shares[3]))
+            pack = w.pack_f16 if plan.quantised else w.pack_bf16
+            weights.append((pack(p[0], p[1]), pack(p[2], p[3])))
             # Statistics live with row g, sums of O with rows 2q and 2q+1.
             even, odd = w.shuffle(decay, self.quad * 8), w.shuffle(decay, self.quad * 8 + 4)
             outs[half] = [(o[0] * even, o[1] * odd, o[2] * even, o[3] * odd) for o in outs[half]]
-        m_tile = 0
-        for chunk, (_, width) in enumerate(plan.value_chunks):
-            for word in range(width):
-                v = [values[key][chunk][word] for key in range(4)]
-                a = (
-                    w.low_halves(v[0], v[1]),
-                    w.high_halves(v[0], v[1]),
-                    w.low_halves(v[2], v[3]),
-                    w.high_halves(v[2], v[3]),
-                )
-                for half in range(plan.halves):
-                    outs[half][m_tile] = w.mma(outs[half][m_tile], a, weights[half])
-                m_tile += 1
+        for m_tile, a in value_fragments(w, plan, values):
+            for half in range(plan.halves):
+                outs[half][m_tile] = w.mma(outs[half][m_tile], a, weights[half], self.kind)
         return maxima, sums, outs
 
+    @property
+    def kind(self) -> str:
+        return "f16" if self.plan.quantised else "bf16"
+
     def scores(self, keys: Any) -> list[list[Any]]:
-        """S of 16 rows x 8 keys: [n-tile] four floats. Two sums per n-tile halve the chain of dependent mma."""
-        w = self.w
+        """S of the query rows x 8 keys of each of `keys`: [half][n-tile] two floats.
+
+        Two sums per n-tile halve the chain of dependent mma.
+        """
+        w, plan = self.w, self.plan
         zero = w.const(0.0)
-        sums = [[(zero,) * 4, (zero,) * 4] for _ in keys]
-        step = 0
-        for chunk, (_, width) in enumerate(self.plan.key_chunks):
-            for word in range(0, width, 2):
-                query = w.shared_load(w.lane * 16 + step * 512, 4, "i32")
-                for n in range(len(keys)):
-                    b = keys[n][chunk][word : word + 2]
-                    sums[n][step % 2] = w.mma(sums[n][step % 2], query, b)
-                step += 1
-        return [[a + b for a, b in zip(even, odd, strict=True)] for even, odd in sums]
+        sums = [[[(zero,) * 4, (zero,) * 4] for _ in keys] for _ in range(plan.row_tiles)]
+        steps = zip(*(key_fragments(w, plan, chunks) for chunks in keys), strict=True)
+        for step, fragments in enumerate(steps):
+            for tile, of_tile in enumerate(sums):
+                address = w.lane * 16 + (step * 512 + tile * 32 * plan.head_dim)
+                query = w.shared_load(address, 4, "i32")
+                for n, b in enumerate(fragments):
+                    of_tile[n][step % 2] = w.mma(of_tile[n][step % 2], query, b, self.kind)
+        scores = []
+        for half in range(plan.halves):
+            first = 2 * (half % 2)
+            scores.append([[even[first + i] + odd[first + i] for i in range(2)] for even, odd in sums[half // 2]])
+        return scores
 
     def logit(self, score: Any) -> Any:
         w, plan = self.w, self.plan
@@ -156,16 +176,18 @@ class Softmax:
             total = sums[half]
             for mask in (1, 2):
                 total = total + w.shuffle_xor(total, mask)
-            w.shared_store(part + (self.group + 8 * half) * 8, [maxima[half], total], self.quad < 1)
+            # The result's own scale: a sum of 1 is exp2(maximum).
+            reference = maxima[half] - self.headroom if self.headroom else maxima[half]
+            w.shared_store(part + (self.group + 8 * half) * 8, [reference, total], self.quad < 1)
             m_tile = 0
-            for start, width in plan.value_chunks:
+            for start, elements in plan.value_runs:
                 for column in range(2):
                     query = self.quad * 2 + (column + 8 * half)
-                    d = self.group * (2 * width) + start
+                    d = self.group * elements + start
                     address = part + (8 * plan.block_rows) + query * plan.row_stride + d * 4
                     run = []
-                    for tile in outs[half][m_tile : m_tile + width]:
+                    for tile in outs[half][m_tile : m_tile + elements // 2]:
                         run += [tile[column], tile[column + 2]]
                     for at in range(0, len(run), 4):
                         w.shared_store(address + 4 * at, run[at : at + 4])
-                m_tile += width
+                m_tile += elements // 2

@@ -1,8 +1,21 @@
 """Which tiles of keys and values a warp works through, and how it reads them."""
 
+import dataclasses
 from typing import Any
 
 from pallas_kernels.paged_attention.plan import KEYS, Plan
+
+VALUE_STEPS = (0, 1, 8, 9)  # keys of a tile whose values, weights and scales a lane has, from 2 * quad on
+
+
+@dataclasses.dataclass(frozen=True)
+class Pools:
+    """The pages in global memory; scales are None for pages that hold the elements themselves."""
+
+    k_pages: Any
+    v_pages: Any
+    k_scales: Any = None
+    v_scales: Any = None
 
 
 class Tiles:
@@ -15,8 +28,7 @@ class Tiles:
         self,
         w: Any,
         plan: Plan,
-        k_pages: Any,
-        v_pages: Any,
+        pools: Pools,
         page_table: Any,
         row: Any,
         kv_head: Any,
@@ -24,7 +36,7 @@ class Tiles:
         split: Any,
     ):
         self.w, self.plan = w, plan
-        self.k_pages, self.v_pages, self.page_table = k_pages, v_pages, page_table
+        self.pools, self.page_table = pools, page_table
         self.kv_head, self.length = kv_head, length
         self.page_table_row = row * plan.pages_per_row
         zero = w.const(0, "i32")
@@ -51,26 +63,35 @@ class Tiles:
         slot = self.first_key(i) // self.plan.page_size
         return self.w.load_i32(self.page_table, self.page_table_row + slot, slot < self.plan.pages_per_row)
 
-    def read(self, i: Any, page: Any) -> tuple[Any, Any]:
-        """Starts the reads of tile i: words of keys [2 halves][chunk] and values [4 keys][chunk].
+    def read(self, i: Any, page: Any) -> tuple[Any, Any, Any, Any]:
+        """Starts the reads of tile i: words of keys [2 halves][chunk] and values [4 keys][chunk], and with scales
+        those of the keys and values [4 keys], in the order of the values.
 
         Positions from `length` on read as zero.
         """
-        w, plan = self.w, self.plan
+        w, plan, pools = self.w, self.plan, self.pools
         key = self.first_key(i)
-        tile = w.wide(page * plan.kv_heads + self.kv_head) * (plan.page_size * plan.head_dim)
-        tile = tile + w.wide((key % plan.page_size) * plan.head_dim)
+        block = w.wide(page * plan.kv_heads + self.kv_head) * plan.page_size + w.wide(key % plan.page_size)
+        tile = block * plan.row_bytes
         own = key - self.length
+        value = self.quad * 2  # this lane's values are this one and those after it in VALUE_STEPS
 
         def words(pages: Any, first: Any, step: int, chunks: list[tuple[int, int]], lane: Any) -> list[Any]:
             valid = own + first < -step
             got = []
-            for start, width in chunks:
-                # Lanes are 2 * width elements apart; chunks of one width share an address.
-                offset = tile + w.wide(first * plan.head_dim + lane * (2 * width))
-                got.append(w.load_words(pages, offset, width, valid, step * plan.head_dim + start))
+            for start, size in chunks:
+                # Lanes are `size` bytes apart; chunks of one size share an address.
+                offset = tile + w.wide(first * plan.row_bytes + lane * size)
+                got.append(w.load_bytes(pages, offset, size, valid, step * plan.row_bytes + start))
             return got
 
-        keys = [words(self.k_pages, self.group, step, plan.key_chunks, self.quad) for step in (0, 8)]
-        values = [words(self.v_pages, self.quad * 2, step, plan.value_chunks, self.group) for step in (0, 1, 8, 9)]
-        return keys, values
+        def scales(pool: Any) -> list[Any]:
+            if pool is None:
+                return []
+            offset = block + w.wide(value)
+            return [w.load_scale(pool, offset, own + value < -step, step) for step in VALUE_STEPS]
+
+        keys = [words(pools.k_pages, self.group, step, plan.key_chunks, self.quad) for step in (0, 8)]
+        k_scales = scales(pools.k_scales)
+        values = [words(pools.v_pages, value, step, plan.value_chunks, self.group) for step in VALUE_STEPS]
+        return keys, values, k_scales, scales(pools.v_scales)

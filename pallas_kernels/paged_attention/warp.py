@@ -97,12 +97,8 @@ class Warp:
     offsets into it. Global references are (memref) arguments of the kernel; offsets into them count elements.
     """
 
-    def __init__(self, smem: ir.Value, keep_tables: bool):
+    def __init__(self, smem: ir.Value):
         self._smem = mgpu_utils.memref_ptr(smem)
-        self._keep = None
-        if keep_tables:
-            policy = "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;"
-            self._keep = llvm.inline_asm(_type("i64"), [], policy, "=l", has_side_effects=False)
         thread = Value(arith.index_cast(_type("i32"), gpu.thread_id(gpu.Dimension.x)))
         self.thread = thread
         self.lane = thread % 32
@@ -127,6 +123,9 @@ class Warp:
     def maximum(self, a: Value, b: Value) -> Value:
         return Value(arith.maximumf(a.ir, b.ir) if a.is_float else arith.maxsi(a.ir, b.ir))
 
+    def minimum(self, a: Value, b: Value) -> Value:
+        return Value(arith.minimumf(a.ir, b.ir))
+
     def exp2(self, x: Value) -> Value:
         return self._unary("ex2.approx.ftz.f32", x)
 
@@ -139,17 +138,78 @@ class Warp:
     def rsqrt(self, x: Value) -> Value:
         return self._unary("rsqrt.approx.ftz.f32", x)
 
+    def exact_reciprocal(self, x: Value) -> Value:
+        """Rounded as IEEE 754 asks, unlike `reciprocal`."""
+        return self._unary("rcp.rn.f32", x)
+
     def _unary(self, instruction: str, x: Value) -> Value:
         return Value(mgpu_utils.inline_ptx(f"{instruction} $0, $1;", x.ir, result_types=_type("f32")))
 
-    # Bits: a word is an int32 that holds two bfloat16, the lower index in the lower half
+    # Bits: a word is an int32 that holds two bfloat16 or float16, the lower index in the lower half, or four bytes
     def pack_bf16(self, low: Value, high: Value) -> Value:
-        ptx = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-        return Value(mgpu_utils.inline_ptx(ptx, low.ir, high.ir, result_types=_type("i32")))
+        return self._word("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high)
+
+    def pack_f16(self, low: Value, high: Value) -> Value:
+        return self._word("cvt.rn.f16x2.f32 $0, $2, $1;", low, high)
 
     def unpack_bf16(self, word: Value) -> Words:
         bits = (arith.shli(word.ir, mgpu_utils.c(16, _type("i32"))), (word & -65536).ir)
         return tuple(Value(llvm.bitcast(_type("f32"), b)) for b in bits)
+
+    def unpack_f16(self, word: Value) -> Words:
+        ptx = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
+        got = mgpu_utils.inline_ptx(ptx, word.ir, result_types=[_type("f32")] * 2)
+        return tuple(Value(v) for v in got)
+
+    # Codes. float16 1024 + n has n in its low bits, so a byte is a float16 with one permute and one subtraction.
+    def int8_to_f16(self, word: Value) -> Words:
+        """Four int8 as two words of float16."""
+        return self.uint8_to_f16(self._word("xor.b32 $0, $1, 0x80808080;", word), 128)
+
+    def uint8_to_f16(self, word: Value, bias: int) -> Words:
+        """Four uint8 minus `bias` as two words of float16."""
+        magic = mgpu_utils.c(0x64646464, _type("i32"))
+        base = 0x6400 + bias  # 1024 + bias
+        pairs = (self._permute(word, Value(magic), selector) for selector in (0x4140, 0x4342))
+        subtract = f"{{ .reg .b32 t; mov.b32 t, {base << 16 | base:#x}; sub.f16x2 $0, $1, t; }}"
+        return tuple(self._word(subtract, pair) for pair in pairs)
+
+    def e4m3_to_f16(self, word: Value) -> Words:
+        """Four float8_e4m3fn as two words of float16."""
+        ptx = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, HALF; }"
+        return tuple(self._word(ptx.replace("HALF", half), word) for half in ("l", "h"))
+
+    def nibbles(self, word: Value) -> Words:
+        """The lower and the upper halves of four bytes, as four bytes each."""
+        upper = Value(arith.shrui(word.ir, mgpu_utils.c(4, _type("i32"))))
+        return word & 0x0F0F0F0F, upper & 0x0F0F0F0F
+
+    def interleave(self, a: Value, b: Value, pair: int) -> Value:
+        """Bytes a0 b0 a1 b1 (pair 0) or a2 b2 a3 b3 (pair 1)."""
+        return self._permute(a, b, (0x5140, 0x7362)[pair])
+
+    def pack_int8(self, values: Sequence[Value]) -> Value:
+        """Four float32 rounded to the nearest even int8, NaN as 0."""
+        ptx = (
+            "{ .reg .b32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3; "
+            "cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }"
+        )
+        return self._word(ptx, *values)
+
+    def pack_e4m3(self, values: Sequence[Value]) -> Value:
+        """Four float32 rounded to the nearest even float8_e4m3fn."""
+        ptx = (
+            "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; "
+            "mov.b32 $0, {l, h}; }"
+        )
+        return self._word(ptx, *values)
+
+    def _word(self, ptx: str, *operands: Value) -> Value:
+        return Value(mgpu_utils.inline_ptx(ptx, *[x.ir for x in operands], result_types=_type("i32")))
+
+    def upper_half(self, word: Value) -> Value:
+        """The upper half as the lower one."""
+        return Value(arith.shrui(word.ir, mgpu_utils.c(16, _type("i32"))))
 
     def low_halves(self, a: Value, b: Value) -> Value:
         return self._permute(a, b, 0x5410)
@@ -173,66 +233,61 @@ class Warp:
         got = nvvm.shfl_sync(every, bits, source_lane.ir, mgpu_utils.c(0x1F, i32), nvvm.ShflKind.idx)
         return Value(llvm.bitcast(x.ir.type, got))
 
-    def mma(self, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> Words:
-        """mma.m16n8k16, bf16 operands, float32 sums: four acc values, four words of a, two words of b."""
+    def mma(self, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value], kind: str) -> Words:
+        """mma.m16n8k16, operands bf16 or f16 (`kind`), float32 sums: four acc values, four words of a, two of b."""
         ptx = (
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
             "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
         )
         operands = [v.ir for v in (*a, *b, *acc)]
         return tuple(Value(v) for v in mgpu_utils.inline_ptx(ptx, *operands, result_types=[_type("f32")] * 4))
 
     # Memory
-    def load_words(self, ref: ir.Value, offset: Value, count: int, predicate: Value, constant: int = 0) -> Words:
-        """`count` (1, 2, 4) words from bfloat16 elements `offset + constant` on; zero where the predicate is false.
+    def load_words(self, ref: ir.Value, offset: Value, count: int, predicate: Value) -> Words:
+        """`count` (1, 2, 4) words from bfloat16 elements `offset` on; zero where the predicate is false."""
+        return self._load_global(self._address(ref, offset, 2), 4 * count, predicate, ".nc.L1::no_allocate", "b32")
+
+    def load_bytes(self, ref: ir.Value, offset: Value, size: int, predicate: Value, constant: int) -> Words:
+        """`size` (2, 4, 8, 16) bytes from `offset + constant` on as words; zero where the predicate is false.
 
         The constant costs no register: it is part of the instruction. Read-only and not kept in L1: each byte of the
         cache is used once.
         """
-        return self._load_global(ref, offset, 2, count, predicate, ".nc.L1::no_allocate", "i32", constant)
+        address = self._address(ref, offset, 1)
+        return self._load_global(address, size, predicate, ".nc.L1::no_allocate", "b32", constant)
 
-    # Page ids, positions, angles and norm weights are small, and every layer reads them again after its weights have
-    # gone through the L2 cache: with `keep_tables` they are the last to be evicted.
+    def load_scale(self, ref: ir.Value, offset: Value, predicate: Value, constant: int) -> Value:
+        """float32 element `offset + constant`; zero where the predicate is false."""
+        return self._load_global(self._address(ref, offset, 4), 4, predicate, ".nc", "f32", 4 * constant)[0]
+
     def load_i32(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
-        return self._load_global(ref, offset, 4, 1, predicate, ".nc", "i32", keep=True)[0]
+        return self._load_global(self._address(ref, offset, 4), 4, predicate, ".nc", "b32")[0]
 
     def load_floats(self, ref: ir.Value, offset: Value, count: int, predicate: Value) -> Words:
         """`count` (1, 2, 4) float32 from element `offset` on; zero where the predicate is false."""
-        return self._load_global(ref, offset, 4, count, predicate, ".nc", "f32", keep=True)
+        return self._load_global(self._address(ref, offset, 4), 4 * count, predicate, ".nc", "f32")
 
     def _load_global(
-        self,
-        ref: ir.Value,
-        offset: Value,
-        size: int,
-        count: int,
-        predicate: Value,
-        modifier: str,
-        kind: str,
-        constant: int = 0,
-        keep: bool = False,
+        self, address: ir.Value, size: int, predicate: Value, modifier: str, kind: str, constant: int = 0
     ) -> Words:
+        """`size` bytes as 32-bit registers; two bytes are the lower half of one."""
+        count = max(1, size // 4)
         outs = ", ".join(f"${i}" for i in range(count))
-        vector = f".v{count}" if count > 1 else ""
-        braces = f"{{{outs}}}" if count > 1 else outs
+        vector, braces = (f".v{count}", f"{{{outs}}}") if count > 1 else ("", outs)
         zero = "0f00000000" if kind == "f32" else "0"
-        suffix = "f32" if kind == "f32" else "b32"
-        clear = " ".join(f"mov.{suffix} ${i}, {zero};" for i in range(count))
-        policy = [self._keep] if keep and self._keep is not None else []
-        hint, operand = (".L2::cache_hint", f", ${count + 2}") if policy else ("", "")
-        load = f"ld.global{modifier}{hint}{vector}.{suffix} {braces}, [${count} + {constant * size}]{operand};"
-        ptx = f"{clear} @${count + 1} {load}"
+        clear = " ".join(f"mov.{kind} ${i}, {zero};" for i in range(count))
+        ptx = f"{clear} @${count + 1} ld.global{modifier}{vector}.{'u16' if size == 2 else kind} "
+        ptx += f"{braces}, [${count} + {constant}];"
         # Early-clobber outputs: they are written before the address is read.
         constraint = "=&f" if kind == "f32" else "=&r"
-        address = self._address(ref, offset, size)
-        result_type = _type(kind)
+        result_type = _type("f32" if kind == "f32" else "i32")
         struct = llvm.StructType.get_literal([result_type] * count) if count > 1 else result_type
         # Side effects keep a prefetch where it was written: LLVM may otherwise sink it to its first use.
         result = llvm.inline_asm(
             struct,
-            [address, predicate.ir, *policy],
+            [address, predicate.ir],
             ptx,
-            ",".join([constraint] * count + ["l", "b"] + ["l"] * len(policy)),
+            ",".join([constraint] * count + ["l", "b"]),
             has_side_effects=True,
         )
         if count == 1:
@@ -241,10 +296,17 @@ class Warp:
 
     def store_words(self, ref: ir.Value, offset: Value, words: Sequence[Value], predicate: Value) -> None:
         """Words to bfloat16 elements `offset` on."""
-        count = len(words)
-        ptx = f"st.global.v{count}.b32 [$0], {{{', '.join(f'${i + 1}' for i in range(count))}}};"
-        operands = [self._address(ref, offset, 2), *[w.ir for w in words]]
-        mgpu_utils.inline_ptx(ptx, *operands, predicate=predicate.ir)
+        self._store_words(self._address(ref, offset, 2), words, predicate)
+
+    def store_bytes(self, ref: ir.Value, offset: Value, words: Sequence[Value], predicate: Value) -> None:
+        """Words to bytes `offset` on."""
+        self._store_words(self._address(ref, offset, 1), words, predicate)
+
+    def _store_words(self, address: ir.Value, words: Sequence[Value], predicate: Value) -> None:
+        names = ", ".join(f"${i + 1}" for i in range(len(words)))
+        vector, names = (f".v{len(words)}", f"{{{names}}}") if len(words) > 1 else ("", names)
+        ptx = f"st.global{vector}.b32 [$0], {names};"
+        mgpu_utils.inline_ptx(ptx, address, *[w.ir for w in words], predicate=predicate.ir)
 
     def store_f32(self, ref: ir.Value, offset: Value, value: Value, predicate: Value) -> None:
         address = self._address(ref, offset, 4)
