@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.formats import ggml_codes
+from checkpoints.formats.codes import QuantizedTensor
 from checkpoints.formats.ggml import dequantize
 from checkpoints.gguf_header import Header, TensorEntry, parse_header
 from checkpoints.tensors import TensorInfo
@@ -142,8 +144,19 @@ class GGUFFile:
         packed = _mapped(part)[entry.offset : entry.offset + entry.info.nbytes]
         return packed.reshape(*entry.info.shape[:-1], -1)
 
+    def code_bits(self, name: str) -> int | None:
+        """The width of a tensor's codes, 4 or 8; None for one that is not a quantised matrix."""
+        info = self._find(name)[1].info
+        return ggml_codes.CODE_BITS.get(info.dtype) if len(info.shape) == 2 else None
+
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        """The codes of a matrix, taken from the file a few rows at a time; None for one that is not quantised."""
+        if self.code_bits(name) is None:
+            return None
+        return ggml_codes.quantized(self.read_blocks(name), self.tensors[name].dtype)
+
     def release(self, name: str) -> None:
-        """Drops a tensor's pages from this process's memory, once `read_blocks` is done with; views stay valid."""
+        """Drops a tensor's pages from this process's memory, once it has been read; views stay valid."""
         part, entry = self._find(name)
         part.release(entry.offset, entry.offset + entry.info.nbytes)
 

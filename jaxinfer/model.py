@@ -6,9 +6,8 @@ import logging
 import math
 import os
 import pathlib
-import reprlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,10 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from checkpoints import names, names_gguf
-from checkpoints.errors import CheckpointError
 from checkpoints.gguf import GGUFFile
 from checkpoints.names import TensorSource
 from checkpoints.pull import pull
+from checkpoints.quantized import QuantizedFolder, open_folder
 from checkpoints.safetensors import SafetensorsFolder, read_json
 from checkpoints.tensors import TensorInfo
 from jaxinfer.compilation import enable_persistent_cache
@@ -28,9 +27,8 @@ from jaxinfer.config_gguf import from_gguf
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.decoder import Params
 from jaxinfer.memory import free_device_bytes, free_host_bytes
-from jaxinfer.packed_weights import from_gguf_blocks
+from jaxinfer.packed_weights import PackedReader
 from jaxinfer.params import (
-    ParamSpec,
     ReadInto,
     assemble,
     canonical_shapes,
@@ -39,9 +37,11 @@ from jaxinfer.params import (
     random_params,
 )
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
-from pallas_kernels.int4_matmul import PackedInt4
+from pallas_kernels.dispatch import hopper_refusal
 
 log = logging.getLogger("jaxinfer")
+
+type AnyCheckpoint = SafetensorsFolder | QuantizedFolder | GGUFFile
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -84,7 +84,7 @@ def load(
     *,
     dtype: jnp.dtype | type | str | None = None,
     quantize: str | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
     random_weights: int | None = None,
     progress: bool | None = None,
 ) -> Model:
@@ -92,9 +92,14 @@ def load(
 
     `dtype` is that of the weights (default: bfloat16 on a GPU, float32 on a CPU). `random_weights=seed` reads only the
     configuration and makes random weights of that shape on the device, for benchmarks; with `quantize="int4"` those of
-    the layers are packed. `packed` says whether 4-bit weights of a GGUF file (Q4_0, Q4_1, Q4_K) stay packed on the
-    device instead of being decoded to `dtype`: worth it where a kernel reads them as they are (a Hopper GPU, bfloat16);
-    elsewhere every product decodes them again. `progress` shows bars; by default on a terminal and in a notebook.
+    the layers are packed. `progress` shows bars; by default on a terminal and in a notebook.
+
+    Quantised checkpoints are read as they are: GGUF files, and folders in the formats AWQ, GPTQ, compressed-tensors,
+    FP8, MXFP4, NVFP4, bitsandbytes and HQQ. `packed` says whether the codes of weights that have 4 bits or fewer stay
+    packed on the device (True) or are decoded to `dtype` when loading (False). By default they stay packed where a
+    kernel reads them so (a Hopper GPU, bfloat16, no code book); elsewhere each product would decode them again. Codes
+    of more than 4 bits are decoded in any case.
+
     Raises CheckpointError or ValueError, naming the file and the remedy, before anything large is allocated.
     """
     if quantize not in (None, "int4"):
@@ -111,7 +116,7 @@ def load(
     if path.is_dir():
         config, tokenizer = _read_folder(path)
         if random_weights is None:
-            params = _load_safetensors(path, config, weights_dtype, name, progress)
+            params = _load_safetensors(path, config, weights_dtype, packed, name, progress)
             return Model(config, params, tokenizer, weights_dtype, name)
     else:
         with contextlib.closing(GGUFFile(path)) as checkpoint:
@@ -209,19 +214,6 @@ def _read_folder(path: pathlib.Path) -> tuple[ModelConfig, Tokenizer | None]:
     return config, tokenizer
 
 
-def _refuse_quantized(path: pathlib.Path) -> None:
-    """Raises CheckpointError for a folder whose config.json announces quantised weights: their tensors are not read."""
-    config = read_json(path, "config.json")
-    for part in (config, config.get("text_config")):
-        announced = part.get("quantization_config") if isinstance(part, Mapping) else None
-        if announced is not None:
-            method = announced.get("quant_method") if isinstance(announced, Mapping) else announced
-            raise CheckpointError(
-                f"{path / 'config.json'}: quantization_config {reprlib.repr(method)} is not supported in a folder; "
-                "use the original checkpoint or a GGUF file of the model"
-            )
-
-
 def _read_gguf(checkpoint: GGUFFile) -> tuple[ModelConfig, Tokenizer | None]:
     config = from_gguf(checkpoint.metadata, checkpoint.tensors, checkpoint.read)
     tokenizer = tokenizer_from_gguf(checkpoint.metadata)
@@ -232,17 +224,23 @@ def _read_gguf(checkpoint: GGUFFile) -> tuple[ModelConfig, Tokenizer | None]:
     return config, tokenizer
 
 
-def _load_safetensors(path: pathlib.Path, config: ModelConfig, dtype: jnp.dtype, name: str, progress: bool) -> Params:
-    _refuse_quantized(path)
-    with contextlib.closing(SafetensorsFolder(path)) as checkpoint:
+def _load_safetensors(
+    path: pathlib.Path, config: ModelConfig, dtype: jnp.dtype, packed: bool | None, name: str, progress: bool
+) -> Params:
+    with contextlib.closing(open_folder(path)) as checkpoint:
         if checkpoint.ignored:
             log.warning("%s: not read, as they are not part of the model: %s", name, ", ".join(checkpoint.ignored))
         sources, skipped = names.hugging_face_sources(config.model_type, available=checkpoint.tensors, **_sizes(config))
-        return _read_params(config, checkpoint, sources, skipped, dtype, name, progress)
+        if isinstance(checkpoint, QuantizedFolder):
+            for note in checkpoint.notes:
+                log.warning("%s: %s", name, note)
+            unused = [source.name for canonical, source in sources.items() if canonical not in canonical_shapes(config)]
+            skipped |= checkpoint.skipped | checkpoint.zero_biases(unused)
+        return _read_params(config, checkpoint, sources, skipped, dtype, packed, name, progress)
 
 
 def _load_gguf(
-    checkpoint: GGUFFile, config: ModelConfig, dtype: jnp.dtype, packed: bool, name: str, progress: bool
+    checkpoint: GGUFFile, config: ModelConfig, dtype: jnp.dtype, packed: bool | None, name: str, progress: bool
 ) -> Params:
     sources, skipped = names_gguf.gguf_sources(
         checkpoint.metadata["general.architecture"],
@@ -251,13 +249,7 @@ def _load_gguf(
         available=checkpoint.tensors,
         **_sizes(config),
     )
-
-    def read_packed(spec: ParamSpec) -> PackedInt4 | None:
-        return from_gguf_blocks(checkpoint, [sources[source] for source in spec.sources])
-
-    return _read_params(
-        config, checkpoint, sources, skipped, dtype, name, progress, read_packed=read_packed if packed else None
-    )
+    return _read_params(config, checkpoint, sources, skipped, dtype, packed, name, progress)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -271,13 +263,13 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
 
 def _read_params(
     config: ModelConfig,
-    checkpoint: SafetensorsFolder | GGUFFile,
+    checkpoint: AnyCheckpoint,
     sources: Mapping[str, TensorSource],
     skipped: Mapping[str, str],
     dtype: jnp.dtype,
+    packed: bool | None,
     name: str,
     progress: bool,
-    read_packed: Callable[[ParamSpec], PackedInt4 | None] | None = None,
 ) -> Params:
     """Checks that tensors and parameters match one to one, then reads them."""
     sources, skipped = dict(sources), dict(skipped)
@@ -286,15 +278,24 @@ def _read_params(
         skipped[head.name] = "the configuration ties the head to the embedding"
     shapes = canonical_shapes(config)
     names.check_complete(expected=shapes, sources=sources, skipped=skipped, tensors=checkpoint.tensors, where=name)
+    read_into = _reader(checkpoint, sources)
+    read_packed = None
+    wanted = packed or (packed is None and dtype == jnp.bfloat16 and hopper_refusal() is None)
+    if wanted and not isinstance(checkpoint, SafetensorsFolder):
+        read_packed = PackedReader(checkpoint, sources, read_into, np.dtype(dtype), only_for_kernel=packed is None)
     _check_memory(config, dtype, read_packed is not None, name)
     if head is not None and not _same_rows(checkpoint, head.name, sources["embed_tokens.weight"].name):
         log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, head.name)
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not progress, leave=False) as bar:
-        return assemble(config, dtype, _reader(checkpoint, sources), bar.update, read_packed)
+        params = assemble(config, dtype, read_into, bar.update, read_packed)
+    if packed and read_packed is not None:
+        for reason, count in read_packed.decoded.items():
+            log.warning("%s: %d weights are decoded to %s although packed=True: %s", name, count, dtype, reason)
+    return params
 
 
-def _reader(checkpoint: SafetensorsFolder | GGUFFile, sources: Mapping[str, TensorSource]) -> ReadInto:
+def _reader(checkpoint: AnyCheckpoint, sources: Mapping[str, TensorSource]) -> ReadInto:
     def read_into(name: str, out: np.ndarray) -> None:
         source = sources[name]
         rows = None if source.rows is None else slice(*source.rows)
@@ -305,7 +306,7 @@ def _reader(checkpoint: SafetensorsFolder | GGUFFile, sources: Mapping[str, Tens
     return read_into
 
 
-def _same_rows(checkpoint: SafetensorsFolder | GGUFFile, first: str, second: str, rows_at_once: int = 4096) -> bool:
+def _same_rows(checkpoint: AnyCheckpoint, first: str, second: str, rows_at_once: int = 4096) -> bool:
     """Whether two tensors are equal, read a few rows at a time."""
     shape = checkpoint.tensors[first].shape
     if shape != checkpoint.tensors[second].shape:

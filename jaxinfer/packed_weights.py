@@ -1,80 +1,130 @@
-"""Weights that stay packed in 4 bits: from GGUF blocks, and random ones for benchmarks."""
+"""Weights that stay packed in 4 bits: from the codes of any checkpoint, and random ones for benchmarks."""
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.formats import ggml
-from checkpoints.gguf import GGUFFile
+from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names import TensorSource
-from checkpoints.names_gguf import unpermute_rows
+from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
+from jaxinfer.packed_runs import DenseRun, PackedRun
 from pallas_kernels.dispatch import hopper_refusal
-from pallas_kernels.int4_matmul import PackedInt4, from_codes, to_mosaic
+from pallas_kernels.int4_matmul import PackedInt4, to_mosaic
+from pallas_kernels.int4_matmul.api import mosaic_refusal
 
-FOUR_BIT_TYPES = ("Q4_0", "Q4_1", "Q4_K")
-"""ggml types whose codes fit 4 bits as they are: Q4_0 with the zero at 8, the others with a minimum."""
+SMALLEST_GROUP = 16
+"""Groups of fewer inputs are decoded: their scales weigh as much as their codes save."""
 
 RANDOM_GROUP_SIZE = 128
-CODES_AT_ONCE = 1 << 20
+
+type HostWeight = np.ndarray | PackedInt4 | PermutedInputs | StackedOutputs
+"""A linear weight of NumPy arrays, codes in the canonical layout, before it goes to the device."""
+
+type DeviceWeight = jax.Array | PackedInt4 | PermutedInputs | StackedOutputs
 
 
-def device_layout(weight: PackedInt4) -> PackedInt4:
-    """Puts a canonical weight on the default device, in the order that this device's kernel reads."""
+@runtime_checkable
+class QuantizedCheckpoint(Protocol):
+    """What `GGUFFile` and `QuantizedFolder` share: the codes of a tensor, where it has any."""
+
+    def code_bits(self, name: str) -> int | None: ...
+
+    def quantized(self, name: str) -> QuantizedTensor | None: ...
+
+    def release(self, name: str) -> None: ...
+
+
+def device_layout(weight: HostWeight) -> DeviceWeight:
+    """Puts a weight on the default device, packed codes in the order that this device's kernel reads."""
+    if isinstance(weight, StackedOutputs):
+        return StackedOutputs(tuple(device_layout(part) for part in weight.parts))
+    if isinstance(weight, PermutedInputs):
+        return PermutedInputs(_packed_layout(weight.weight), jax.device_put(weight.permutation))
+    return _packed_layout(weight) if isinstance(weight, PackedInt4) else jax.device_put(weight)
+
+
+def _packed_layout(weight: PackedInt4) -> PackedInt4:
     on_device = jax.device_put(weight)
     return on_device if hopper_refusal() is not None else to_mosaic(on_device)
 
 
-def from_gguf_blocks(checkpoint: GGUFFile, sources: Sequence[TensorSource]) -> PackedInt4 | None:
-    """Joins the rows of GGUF tensors into one packed weight without loss; None if their types do not allow it.
+@dataclasses.dataclass(frozen=True)
+class PackedReader:
+    """Reads linear weights without decoding them, where that is possible.
 
-    Scales and minima are float32: those of Q4_K are products of two numbers and do not fit 16 bits. Codes are one a
-    byte for a few rows at a time only.
+    `read_into` decodes a canonical tensor to `dtype`, for those that cannot stay packed. `only_for_kernel` decodes
+    also what no kernel of this device would read. `decoded` counts the quantised tensors that were decoded, by reason.
     """
-    types = {checkpoint.tensors[source.name].dtype for source in sources}
-    if len(types) != 1 or types.isdisjoint(FOUR_BIT_TYPES):
-        return None
-    (kind,) = types
-    return _joined([_packed_rows(checkpoint, source, kind) for source in sources])
 
+    checkpoint: QuantizedCheckpoint
+    sources: Mapping[str, TensorSource]
+    read_into: Callable[[str, np.ndarray], None]
+    dtype: np.dtype
+    only_for_kernel: bool = False
+    decoded: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-def _packed_rows(checkpoint: GGUFFile, source: TensorSource, kind: str) -> PackedInt4:
-    """The rows of one tensor, in the order in which the model wants them."""
-    blocks = checkpoint.read_blocks(source.name)
-    if source.rows is not None:
-        blocks = blocks[slice(*source.rows)]
-    parts = []
-    rows_at_once = max(1, CODES_AT_ONCE // checkpoint.tensors[source.name].shape[-1])
-    for start in range(0, len(blocks), rows_at_once):
-        unpacked = ggml.unpack(blocks[start : start + rows_at_once], kind)
-        codes = unpacked.codes
-        if codes.dtype == np.int8:
-            codes = (codes + np.int8(8)).view(np.uint8)
-        parts.append(from_codes(codes, unpacked.scales, unpacked.minimums, group_size=unpacked.group_size))
-    checkpoint.release(source.name)
-    weight = _joined(parts)
-    heads = source.unpermute_heads
-    if heads is None:
-        return weight
-    offsets = None if weight.offsets is None else unpermute_rows(weight.offsets, heads)
-    codes, scales = unpermute_rows(weight.codes, heads), unpermute_rows(weight.scales, heads)
-    return dataclasses.replace(weight, codes=codes, scales=scales, offsets=offsets)
+    def __call__(self, names: Sequence[str], rows: Sequence[int], in_features: int) -> HostWeight | None:
+        """Joins canonical tensors of so many rows, one below the other; None if all of them have to be decoded.
 
+        Neighbours of one kind are one packed weight; where the kind changes (bits, group size, code book, order of
+        the inputs) another part begins.
+        """
+        widths = [self.checkpoint.code_bits(self.sources[name].name) for name in names]
+        if 4 not in widths:
+            self.decoded.update(f"{width}-bit codes have no packed form yet" for width in widths if width is not None)
+            return None
+        runs: list[PackedRun | DenseRun] = []
+        for index, name in enumerate(names):
+            # Room for what may follow without a break; memory that is never written to is never taken.
+            room = sum(rows[index:])
+            if widths[index] == 4 and self._append_packed(self.sources[name], runs, room, in_features):
+                continue
+            if widths[index] not in (None, 4):
+                self.decoded[f"{widths[index]}-bit codes have no packed form yet"] += 1
+            run = runs[-1] if runs else None
+            if not isinstance(run, DenseRun):
+                run = DenseRun(room, in_features, self.dtype)
+                runs.append(run)
+            self.read_into(name, run.next_rows(rows[index]))
+            self.checkpoint.release(self.sources[name].name)
+        weights = [run.finish() for run in runs]
+        return weights[0] if len(weights) == 1 else StackedOutputs(tuple(weights))
 
-def _joined(parts: Sequence[PackedInt4]) -> PackedInt4:
-    """Canonical weights of one width and kind, one below the other."""
-    if len(parts) == 1:
-        return parts[0]
-    offsets = None if parts[0].offsets is None else np.concatenate([part.offsets for part in parts])
-    return dataclasses.replace(
-        parts[0],
-        codes=np.concatenate([part.codes for part in parts]),
-        scales=np.concatenate([part.scales for part in parts]),
-        offsets=offsets,
-        shape=(sum(part.shape[0] for part in parts), parts[0].shape[1]),
-    )
+    def _append_packed(
+        self, source: TensorSource, runs: list[PackedRun | DenseRun], room: int, in_features: int
+    ) -> bool:
+        """Adds a tensor of 4-bit codes to the last run, or to a new one; False if it has to be decoded."""
+        tensor = self.checkpoint.quantized(source.name)
+        assert tensor is not None
+        start, stop = source.rows or (0, tensor.shape[0])
+        first = tensor.rows(start, start + 1)
+        reason = self._refusal(first, in_features)
+        if reason is not None:
+            self.decoded[reason] += 1
+            return False
+        run = runs[-1] if runs else None
+        if not isinstance(run, PackedRun) or not run.takes(first, tensor.permutation):
+            run = PackedRun(room, in_features, first, tensor.permutation)
+            runs.append(run)
+        run.append(tensor, start, stop, source.unpermute_heads)
+        self.checkpoint.release(source.name)
+        return True
+
+    def _refusal(self, codes: Codes, in_features: int) -> str | None:
+        """Why rows like these are decoded; None if they stay packed."""
+        if codes.group_size < min(SMALLEST_GROUP, in_features):
+            return f"groups of {codes.group_size} inputs save nothing packed"
+        if not self.only_for_kernel:
+            return None
+        shape, size = (1, in_features), min(codes.group_size, in_features)
+        probe = PackedInt4(codes.codes, codes.scales, codes.offsets, codes.book, shape, size, "mosaic")
+        refusal = mosaic_refusal(1, self.dtype, self.dtype, probe)
+        return None if refusal is None else f"no kernel reads them: {refusal}"
 
 
 def random_int4(key: jax.Array, shape: tuple[int, int]) -> PackedInt4:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,12 @@ import numpy as np
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import LayerParams, Params
-from jaxinfer.packed_weights import device_layout, random_int4
+from jaxinfer.packed_runs import aligned_empty
+from jaxinfer.packed_weights import DeviceWeight, HostWeight, device_layout, random_int4
 from pallas_kernels.int4_matmul import PackedInt4
+
+type ReadPacked = Callable[[Sequence[str], Sequence[int], int], HostWeight | None]
+"""Joins canonical tensors of so many rows and of so many inputs without decoding them; None where it cannot."""
 
 type ReadInto = Callable[[str, np.ndarray], None]
 """Fills an array with the canonical tensor of that name, converting to the array's dtype."""
@@ -126,7 +130,7 @@ def assemble(
     dtype: jnp.dtype | type,
     read_into: ReadInto,
     on_progress: Callable[[int], object] | None = None,
-    read_packed: Callable[[ParamSpec], PackedInt4 | None] | None = None,
+    read_packed: ReadPacked | None = None,
 ) -> Params:
     """Reads every tensor of `config` and puts it on the default device, joining q, k, v and gate, up.
 
@@ -136,15 +140,17 @@ def assemble(
     weights first, and answers None for those that cannot stay packed.
     """
 
-    def make(spec: ParamSpec) -> jax.Array | PackedInt4:
-        packed = read_packed(spec) if read_packed is not None and spec.is_linear else None
+    def make(spec: ParamSpec) -> DeviceWeight:
+        packed = None
+        if read_packed is not None and spec.is_linear and spec.columns is not None:
+            packed = read_packed(spec.sources, spec.rows, spec.columns)
         if packed is not None:
             weight = device_layout(packed)
             jax.block_until_ready(weight)
             if on_progress is not None:
                 on_progress(math.prod(spec.shape) * np.dtype(dtype).itemsize)
             return weight
-        host = _aligned_empty(spec.shape, np.dtype(np.float32 if spec.is_norm else dtype))
+        host = aligned_empty(spec.shape, np.dtype(np.float32 if spec.is_norm else dtype))
         start = 0
         for name, rows in zip(spec.sources, spec.rows, strict=True):
             read_into(name, host[start : start + rows])
@@ -158,15 +164,6 @@ def assemble(
         return array
 
     return _build(config, make)
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """`np.empty` at an address that a CPU device needs: `device_put` copies an array that lies elsewhere."""
-    alignment = 64
-    num_bytes = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(num_bytes + alignment, np.uint8)
-    start = -buffer.ctypes.data % alignment
-    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, int4: bool = False) -> Params:

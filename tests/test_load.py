@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-import jaxinfer.packed_weights
+import checkpoints.formats.codes
 from checkpoints.errors import CheckpointError
 from jaxinfer.generation import generate, logits
 from jaxinfer.layers.linear import linear
@@ -261,7 +261,7 @@ def test_code_in_the_folder_is_never_run(tmp_path: pathlib.Path):
 @pytest.mark.parametrize(("arch", "kind"), [("llama", "Q4_0"), ("llama", "Q4_1"), ("llama", "Q4_K"), ("phi3", "Q4_1")])
 def test_packed_weights_are_the_decoded_ones(tmp_path: pathlib.Path, monkeypatch, arch: str, kind: str):
     """Row order undone (llama's q and k), rows of fused tensors (phi3), pieces of a few rows at a time: exactly."""
-    monkeypatch.setattr(jaxinfer.packed_weights, "CODES_AT_ONCE", 5 * 256)
+    monkeypatch.setattr(checkpoints.formats.codes, "ELEMENTS_AT_ONCE", 5 * 256)
     model = gguf_models.gguf_model(
         arch, layers=1, hidden=256, ff=256, heads=4, kv_heads=2, context=64, vocab=64, output=True,
         rope__dimension_count=64,
@@ -390,16 +390,6 @@ def test_peak_memory_is_the_model_and_the_largest_tensor(tmp_path: pathlib.Path,
 
 
 # --- Said in one line
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_quantised_folders_are_refused_by_name(tmp_path: pathlib.Path, nested: bool):
-    folder = shutil.copytree(families.BY_NAME["llama"].folder, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    announced = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (folder / "config.json").write_text(json.dumps(config | ({"text_config": announced} if nested else announced)))
-    with pytest.raises(CheckpointError, match=r"config.json: quantization_config 'gptq' is not supported in a folder"):
-        load(folder, progress=False)
 
 
 def test_a_model_shows_itself_in_one_line():

@@ -80,12 +80,18 @@ class QuantizedTensor:
             yield first, min(first + step, stop)
 
     def read_into(self, out: np.ndarray, start: int, stop: int) -> None:
-        """Decodes rows start:stop into `out` [stop - start, in], of any floating dtype, rounding once."""
+        """Decodes rows start:stop into `out` [stop - start, in], of any floating dtype, rounding once.
+
+        Raises OverflowError for values that float16 cannot hold.
+        """
         for first, last in self.chunks(start, stop):
             values = self.rows(first, last).values()
             target = out[first - start : last - start]
             with np.errstate(over="ignore"):
-                if self.permutation is None:
-                    np.copyto(target, values, casting="unsafe")
-                else:
-                    target[:, self.permutation] = values.astype(out.dtype)
+                rounded = values.astype(out.dtype, copy=False)
+            if out.dtype == np.float16 and bool((np.isinf(rounded) & np.isfinite(values)).any()):
+                raise OverflowError("values beyond float16's 65504")
+            if self.permutation is None:
+                target[...] = rounded
+            else:
+                target[:, self.permutation] = rounded

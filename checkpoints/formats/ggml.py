@@ -274,19 +274,19 @@ def _q6_k(blocks: np.ndarray) -> _Parts:
     return _signed(low | (high << 4), 32), _half(blocks, 208) * scales, None
 
 
-_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
+IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
 """The code book of IQ4_NL and IQ4_XS."""
 
 
 def _iq4_nl(blocks: np.ndarray) -> _Parts:
-    return _IQ4_VALUES[_nibbles(blocks[:, None, 2:18]).reshape(-1, 1, 32)], _half(blocks, 0), None
+    return IQ4_VALUES[_nibbles(blocks[:, None, 2:18]).reshape(-1, 1, 32)], _half(blocks, 0), None
 
 
 def _iq4_xs(blocks: np.ndarray) -> _Parts:
     low = np.stack([blocks[:, 4:8] & 0x0F, blocks[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
     high = _bits(blocks[:, 2:4], 2).swapaxes(1, 2).reshape(-1, 8)
     scales = _signed(low | (high << 4), 32).astype(np.float32)
-    codes = _IQ4_VALUES[_nibbles(blocks[:, 8:136].reshape(-1, 8, 16)).reshape(-1, 8, 32)]
+    codes = IQ4_VALUES[_nibbles(blocks[:, 8:136].reshape(-1, 8, 16)).reshape(-1, 8, 32)]
     return codes, _half(blocks, 0) * scales, None
 
 

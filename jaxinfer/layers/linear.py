@@ -5,10 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.norm import rms_norm
+from jaxinfer.layers.weights import PermutedInputs, StackedOutputs, Weight
 from pallas_kernels.int4_matmul import PackedInt4, int4_matmul
-
-type Weight = Float[Array, "_ _"] | PackedInt4
-"""A linear weight: an array [out, in] as checkpoints store it, or packed codes that the kernel reads as they are."""
 
 
 def linear(
@@ -26,6 +24,11 @@ def linear(
     dtype = x.dtype if out_dtype is None else out_dtype
     if isinstance(weight, PackedInt4):
         y = int4_matmul(x, weight, out_dtype=dtype)
+    elif isinstance(weight, PermutedInputs):
+        permuted = x.at[..., weight.permutation].get(mode="promise_in_bounds", unique_indices=True)
+        y = int4_matmul(permuted, weight.weight, out_dtype=dtype)
+    elif isinstance(weight, StackedOutputs):
+        y = jnp.concatenate([linear(x, part, out_dtype=dtype) for part in weight.parts], axis=-1)
     elif _one_row(x):
         y = _row_sums(x.reshape(-1), weight).astype(dtype).reshape(*x.shape[:-1], weight.shape[0])
     else:
@@ -49,7 +52,7 @@ def norm_linear(
     """
     if norm is None:
         return linear(x, weight, bias)
-    if isinstance(weight, PackedInt4) or not _one_row(x):
+    if not isinstance(weight, jax.Array) or not _one_row(x):
         return linear(rms_norm(x, norm, eps), weight, bias)
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32) + jnp.float32(eps))

@@ -1,0 +1,315 @@
+"""A Hugging Face folder with quantised weights, as a checkpoint with one tensor for each weight.
+
+A quantised weight is several tensors of the file (`q_proj.qweight`, `q_proj.scales`, ...). Here they are one, named
+`q_proj.weight` and of its real shape, so that names, shapes and completeness are checked as for any checkpoint: a
+part that belongs to nothing stays a tensor of its own, which no parameter uses, which is an error. Which weights are
+quantised and how is read off the tensors; see `quantized_config.py` for what the configuration adds.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.formats import awq, bitsandbytes, compressed_tensors, fp4, fp8, gptq, hqq
+from checkpoints.formats.codes import QuantizedTensor
+from checkpoints.quantized_config import ORIGINAL, Announcement, WeightSettings, find_announcement
+from checkpoints.safetensors import SafetensorsFolder, read_json
+from checkpoints.tensors import TensorInfo
+
+type Parts = Mapping[str, np.ndarray]
+type Infos = Mapping[str, TensorInfo]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A format: the parts of a weight, and how they become its shape and a decoder. The first recipe that fits, fits.
+
+    `anchor` is the part that only this format has, with its dtypes (None: any); `required` and `optional` are the
+    others, `ignored` those that concern activations, which are not quantised here.
+    """
+
+    name: str
+    anchor: str
+    dtypes: tuple[str, ...] | None
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale")
+
+
+_HQQ_IGNORED = (
+    "packing", "view_as_float", "unpack_view_dtype", "compute_dtype", "offload_meta", "encoded_state_dict",
+    "stores_quant_config", "channel_wise", "optimize", "round_zero",
+)  # fmt: skip
+
+RECIPES = (
+    Recipe("AWQ or GPTQ", "qweight", None, ("qzeros", "scales"), ("g_idx",)),
+    Recipe(
+        "packed integers", "weight_packed", ("I32",), ("weight_scale", "weight_shape"),
+        ("weight_zero_point", "weight_g_idx"),
+    ),
+    Recipe("NVFP4", "weight_global_scale", None, ("weight_packed", "weight_scale")),
+    Recipe("MXFP4", "weight_packed", ("U8",), ("weight_scale",)),
+    Recipe("NVFP4 (ModelOpt)", "weight_scale_2", None, ("weight", "weight_scale")),
+    *(
+        Recipe(
+            "bitsandbytes", state, None, ("weight", "weight.absmax", "weight.quant_map"),
+            ("weight.nested_absmax", "weight.nested_quant_map"),
+        )
+        for state in bitsandbytes.QUANT_STATES
+    ),
+    Recipe("HQQ", "W_q", None, ("scale", "zero", "shape", "nbits", "axis"),
+           ("group_size", "quant_scale", "quant_zero"), _HQQ_IGNORED),
+    Recipe("FP8", "weight_scale_inv", None, ("weight",)),
+    Recipe("FP8", "weight", fp8.FLOAT8_DTYPES, ("weight_scale",)),
+    Recipe("8-bit integers", "weight", ("I8",), ("weight_scale",), ("weight_zero_point",)),
+)  # fmt: skip
+
+_INT8_SCALE = "SCB"  # of bitsandbytes in 8 bits
+_PART_NAMES = frozenset(
+    part for recipe in RECIPES for part in (recipe.anchor, *recipe.required, *recipe.optional, *recipe.ignored)
+) | {_INT8_SCALE}
+_CACHE_SCALE = re.compile(r"\.(k|v|q|prob)_scale$|\.(k|v)_proj\.output_scale$")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """A quantised weight: its parts' tensors, the width of its codes once unpacked, and its decoder."""
+
+    info: TensorInfo
+    parts: Mapping[str, str]
+    code_bits: int
+    decode: Callable[[Parts], QuantizedTensor]
+
+
+class QuantizedFolder:
+    """Reads the weights of a folder, decoded (`read`, `read_into`) or as codes (`quantized`).
+
+    Raises CheckpointError for a format that is not read and for parts that do not fit each other, naming the weight.
+    Only shapes are checked when opening; nothing large is read. `skipped` are tensors that have no part in the
+    weights, and why; `notes` say where the configuration and the tensors disagree on what is quantised.
+    """
+
+    def __init__(self, folder: SafetensorsFolder, announcement: Announcement | None) -> None:
+        self._folder = folder
+        self._announcement = announcement
+        self._weights: dict[str, _Weight] = {}
+        self._last: tuple[str, QuantizedTensor] | None = None
+        self.skipped: dict[str, str] = {}
+        tensors = dict(folder.tensors)
+        for module, parts in _by_module(folder.tensors).items():
+            found = self._recognise(module, parts)
+            if found is None:
+                continue
+            weight, ignored = found
+            for name in weight.parts.values():
+                del tensors[name]
+            self.skipped |= {parts[part].name: "scale of an activation, which is not quantised" for part in ignored}
+            self._weights[weight.info.name] = weight
+            tensors[weight.info.name] = weight.info
+        self.skipped |= {name: "scale of a quantised cache" for name in tensors if _CACHE_SCALE.search(name)}
+        self.tensors: Mapping[str, TensorInfo] = tensors
+        self.notes = tuple(self._disagreements()) if announcement is not None else ()
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Files of the folder that are not read."""
+        return self._folder.ignored
+
+    def code_bits(self, name: str) -> int | None:
+        """The width of a weight's codes, 4 or 8; None for a tensor that is not quantised."""
+        weight = self._weights.get(name)
+        return None if weight is None else weight.code_bits
+
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        """The codes of a weight, None for a tensor that is not quantised. Its parts stay in memory until `release`,
+        or until another one is asked for."""
+        weight = self._weights.get(name)
+        if weight is None:
+            return None
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            arrays = {part: self._folder.read(tensor) for part, tensor in weight.parts.items()}
+            self._last = name, weight.decode(arrays)
+        return self._last[1]
+
+    def release(self, name: str) -> None:
+        """Forgets the parts of a weight."""
+        if self._last is not None and self._last[0] == name:
+            self._last = None
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """A fresh array of a tensor or of a range of its rows: float32 if it is quantised, else in its dtype."""
+        tensor = self.quantized(name)
+        if tensor is None:
+            return self._folder.read(name, rows)
+        start, stop = _bounds(name, rows, tensor.shape[0])
+        out = np.empty((stop - start, tensor.shape[1]), np.float32)
+        tensor.read_into(out, start, stop)
+        return out
+
+    def read_into(self, name: str, out: np.ndarray, rows: slice | None = None) -> None:
+        """Reads a tensor or a range of its rows into `out`, which has that shape and any floating dtype."""
+        tensor = self.quantized(name)
+        if tensor is None:
+            self._folder.read_into(name, out, rows)
+            return
+        start, stop = _bounds(name, rows, tensor.shape[0])
+        if out.shape != (stop - start, tensor.shape[1]):
+            raise ValueError(f"{name}: rows {start}:{stop} of {tensor.shape} do not fit an array of {out.shape}")
+        try:
+            tensor.read_into(out, start, stop)
+        except OverflowError:
+            raise CheckpointError(f"{name} has values beyond float16's 65504; use bfloat16 or float32") from None
+
+    def zero_biases(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of the tensors that are biases of quantised weights and zero: older GPTQ files have them everywhere."""
+        return {
+            name: "a bias of zeros that the model does not have"
+            for name in names
+            if name.endswith(".bias")
+            and name.removesuffix("bias") + "weight" in self._weights
+            and not self._folder.read(name).any()
+        }
+
+    def close(self) -> None:
+        self._last = None
+        self._folder.close()
+
+    def _recognise(self, module: str, parts: Infos) -> tuple[_Weight, Sequence[str]] | None:
+        """The weight that a module's tensors make up and the parts it has no use for; None if it is not quantised."""
+        weight_name = f"{module}.weight" if module else "weight"
+        if _INT8_SCALE in parts:
+            raise CheckpointError(f"{weight_name}: bitsandbytes in 8 bits is not supported; {ORIGINAL}")
+        for recipe in RECIPES:
+            anchor = parts.get(recipe.anchor)
+            if anchor is None or (recipe.dtypes is not None and anchor.dtype not in recipe.dtypes):
+                continue
+            missing = [part for part in recipe.required if part not in parts]
+            if missing and recipe.anchor == "weight":
+                continue  # float8 or int8 without a scale: plain numbers
+            if missing:
+                raise CheckpointError(
+                    f"{weight_name}: has {anchor.name} but no {' and no '.join(missing)}, which {recipe.name} needs; "
+                    "files are incomplete: download all of them again from one place"
+                )
+            used = [recipe.anchor, *recipe.required, *(part for part in recipe.optional if part in parts)]
+            infos = {part: parts[part] for part in used}
+            settings = WeightSettings() if self._announcement is None else self._announcement.weight(module)
+            shape, code_bits, decode = self._open(infos, settings, weight_name)
+            info = TensorInfo(weight_name, shape, recipe.name, sum(part.nbytes for part in infos.values()))
+            names = {part: part_info.name for part, part_info in infos.items()}
+            return _Weight(info, names, code_bits, decode), [part for part in recipe.ignored if part in parts]
+        return None
+
+    def _open(
+        self, infos: Infos, settings: WeightSettings, where: str
+    ) -> tuple[tuple[int, int], int, Callable[[Parts], QuantizedTensor]]:
+        """Shape, width of the codes and decoder of a weight whose parts are complete; their shapes are checked."""
+        bits, group, block = settings.bits, settings.group_size, settings.block
+        if "qweight" in infos:
+            if self._is_awq(infos):
+                if bits not in (None, 4):
+                    raise CheckpointError(f"{where}: AWQ with {bits} bits is not supported, only 4; {ORIGINAL}")
+                return awq.shape(infos, group, where), 4, lambda parts: awq.decode(parts, group, where)
+            version = 1 if self._announcement is None else self._announcement.gptq_version
+            shape = gptq.shape(infos, bits, group, where)
+            code_bits = 4 if infos["qweight"].shape[0] * 32 <= 4 * shape[1] else 8
+            return shape, code_bits, lambda p: gptq.decode(p, bits, group, version, settings.symmetric, where)
+        if "weight_shape" in infos:
+            stated = self._folder.read(infos["weight_shape"].name)
+            shape = compressed_tensors.packed_shape(infos, stated, bits, group, where)
+            width = compressed_tensors.field_bits(infos["weight_packed"].shape[1], shape[1], bits, where)
+            decode = compressed_tensors.decode_packed
+            return shape, 4 if width <= 4 else 8, lambda parts: decode(parts, bits, group, where)
+        if "weight_global_scale" in infos or "weight_scale_2" in infos:
+            codes, scale = (
+                ("weight_packed", "weight_global_scale") if "weight_packed" in infos else ("weight", "weight_scale_2")
+            )
+            return fp4.shape(infos, codes, scale, where), 4, lambda p: fp4.decode_nvfp4(p, codes, scale, where)
+        if "weight_packed" in infos:
+            return fp4.shape(infos, "weight_packed", None, where), 4, lambda parts: fp4.decode_mxfp4(parts, where)
+        if "weight.absmax" in infos:
+            name = next(info.name for part, info in infos.items() if part in bitsandbytes.QUANT_STATES)
+            state = bitsandbytes.read_state(self._folder.read(name), where)
+            return bitsandbytes.shape(infos, state, where), 4, lambda parts: bitsandbytes.decode(parts, state)
+        if "W_q" in infos:
+            small = {part: self._folder.read(info.name) for part, info in infos.items() if info.nbytes <= 64}
+            meta = hqq.read_meta(small, where)
+            return hqq.shape(infos, meta, where), 4 if meta.bits <= 4 else 8, lambda parts: hqq.decode(parts, meta)
+        if infos["weight"].dtype == "I8":
+            shape = compressed_tensors.int8_shape(infos, group, where)
+            decode = compressed_tensors.decode_int8
+            return shape, 4 if bits is not None and bits <= 4 else 8, lambda parts: decode(parts, bits, group, where)
+        scale = "weight_scale_inv" if "weight_scale_inv" in infos else "weight_scale"
+        return fp8.shape(infos, scale, block, where), 8, lambda parts: fp8.decode(parts, scale, block, where)
+
+    def _is_awq(self, infos: Infos) -> bool:
+        """The configuration knows; without one: GPTQ packs along the inputs, so its codes are as wide as its scales."""
+        if self._announcement is not None and self._announcement.method in ("awq", "gptq"):
+            return self._announcement.method == "awq"
+        return "g_idx" not in infos and infos["qweight"].shape[-1:] != infos["scales"].shape[-1:]
+
+    def _disagreements(self) -> Sequence[str]:
+        """Lines on weights that the configuration calls quantised and are not, or the other way round."""
+        announcement = self._announcement
+        assert announcement is not None
+        modules = {name: name.removesuffix(".weight") for name in self.tensors if name.endswith("_proj.weight")}
+        plain = [n for n, module in modules.items() if n not in self._weights and not announcement.ignores(module)]
+        against = [name for name in self._weights if announcement.ignores(name.removesuffix(".weight"))]
+        lines = []
+        if plain:
+            lines.append(f"{len(plain)} weights are not quantised, though it does not except them, such as {plain[0]}")
+        if against:
+            lines.append(f"{len(against)} weights are quantised, though it excepts them, such as {against[0]}")
+        return [f"{announcement.where}: {line}; they are read as they are stored" for line in lines]
+
+
+def open_folder(path: str | os.PathLike[str]) -> SafetensorsFolder | QuantizedFolder:
+    """The weights of a model folder, quantised or not, as its configuration or its tensors say.
+
+    Raises CheckpointError for a folder that is not sound and for a quantisation that is not read, naming it.
+    """
+    folder = pathlib.Path(path)
+    config_file, other_file = "config.json", "hf_quant_config.json"
+    announcement = find_announcement(
+        read_json(folder, config_file),
+        read_json(folder, other_file, optional=True),
+        str(folder / config_file),
+        str(folder / other_file),
+    )
+    opened = SafetensorsFolder(folder)
+    if announcement is None and not _has_quantized_parts(opened.tensors):
+        return opened
+    return QuantizedFolder(opened, announcement)
+
+
+def _has_quantized_parts(tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether there are tensors that only a quantised format has, whatever the configuration says."""
+    names = {part for parts in _by_module(tensors).values() for part in parts}
+    anchors = {recipe.anchor for recipe in RECIPES if recipe.anchor != "weight"} | {_INT8_SCALE, "weight_scale"}
+    return not names.isdisjoint(anchors)
+
+
+def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
+    """The tensors of each module by the part of a weight that they may be: `a.q_proj.weight.absmax` of `a.q_proj`."""
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in tensors.items():
+        pieces = name.split(".")
+        for count in (3, 2, 1):
+            part = ".".join(pieces[-count:])
+            if part in _PART_NAMES and len(pieces) > count:
+                modules.setdefault(".".join(pieces[:-count]), {})[part] = info
+                break
+    return modules
+
+
+def _bounds(name: str, rows: slice | None, count: int) -> tuple[int, int]:
+    start, stop = (0, count) if rows is None else (rows.start or 0, count if rows.stop is None else rows.stop)
+    if not 0 <= start <= stop <= count or (rows is not None and rows.step not in (None, 1)):
+        raise ValueError(f"{name} has {count} rows, which do not contain {rows}")
+    return start, stop

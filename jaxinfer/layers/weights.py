@@ -1,0 +1,51 @@
+"""What a linear weight may be, beside an array or packed codes: products of these that formats force on the loader."""
+
+import dataclasses
+import typing
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from pallas_kernels.int4_matmul import PackedInt4
+
+# The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PermutedInputs:
+    """A packed weight whose columns are in another order than x: column j multiplies x[permutation[j]].
+
+    GPTQ's act-order leaves the inputs of a group scattered; packed weights have them side by side. `permutation` is
+    int32 [in_features].
+    """
+
+    weight: PackedInt4
+    permutation: jax.Array | np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedOutputs:
+    """Weights of different kinds, one below the other: their products with the same x, side by side.
+
+    Such as q and k in 4 bits and v in 16, as GGUF's mixed types have them.
+    """
+
+    parts: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+
+
+type Weight = Float[Array, "_ _"] | PackedInt4 | PermutedInputs | StackedOutputs
+"""A linear weight [out, in]: an array as checkpoints store it, or codes that the kernel reads as they are."""
