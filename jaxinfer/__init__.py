@@ -28,6 +28,12 @@ if typing.TYPE_CHECKING:
     from jaxinfer.scoring import Score as Score
     from jaxinfer.scoring import perplexity as perplexity
     from jaxinfer.scoring import score as score
+    from jaxinfer.speculative.compatibility import expected_acceptance as expected_acceptance
+    from jaxinfer.speculative.model_draft import ModelDraft as ModelDraft
+    from jaxinfer.speculative.ngram import NgramDraft as NgramDraft
+    from jaxinfer.speculative.report import SpeculationReport as SpeculationReport
+    from jaxinfer.speculative.self_draft import SelfDraft as SelfDraft
+    from jaxinfer.speculative.speculation import Speculation as Speculation
     from jaxinfer.tokenization import Tokenizer as Tokenizer
 
 _MODULES = {
@@ -37,12 +43,18 @@ _MODULES = {
     "Logprob": "jaxinfer.sampling_logprobs",
     "Model": "jaxinfer.model",
     "ModelConfig": "jaxinfer.config",
+    "ModelDraft": "jaxinfer.speculative.model_draft",
+    "NgramDraft": "jaxinfer.speculative.ngram",
     "PagedKVCache": "jaxinfer.kv_cache",
     "Perplexity": "jaxinfer.scoring",
     "RequestOutput": "jaxinfer.outputs",
     "SamplingParams": "jaxinfer.sampling_params",
     "Score": "jaxinfer.scoring",
+    "SelfDraft": "jaxinfer.speculative.self_draft",
+    "Speculation": "jaxinfer.speculative.speculation",
+    "SpeculationReport": "jaxinfer.speculative.report",
     "Tokenizer": "jaxinfer.tokenization",
+    "expected_acceptance": "jaxinfer.speculative.compatibility",
     "generate": "jaxinfer.generation",
     "inspect": "jaxinfer.model",
     "load": "jaxinfer.model",

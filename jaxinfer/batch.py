@@ -90,10 +90,11 @@ def plan_prefill(lengths: Sequence[int], limits: Limits) -> list[PrefillGroup]:
 class Batch:
     """The device state of one batch: cache, page table, decode state. Row r owns pages 1 + r * width onwards."""
 
-    def __init__(self, model: Model, requests: Sequence[Request], limits: Limits) -> None:
+    def __init__(self, model: Model, requests: Sequence[Request], limits: Limits, *, spare_tokens: int = 0) -> None:
+        """Allocates the cache; every row has room for `spare_tokens` behind its last."""
         self.model, self.requests, self.limits = model, list(requests), limits
         self.size = bucket(len(requests))
-        width = pages_for(max(cache_tokens(request) for request in requests))
+        width = pages_for(max(cache_tokens(request) for request in requests)) + -(-spare_tokens // PAGE_SIZE)
         self.cache = kv_cache.create(model.config, 1 + self.size * width, PAGE_SIZE, model.dtype)
         self.page_table = np.zeros((self.size, width), np.int32)
         for row in range(len(requests)):

@@ -15,6 +15,9 @@ from jaxinfer.outputs import Delta, RequestOutput
 from jaxinfer.request import Prompt, Request, encode_prompt, list_prompts, per_prompt
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_state import request_seed
+from jaxinfer.speculative.batch import SpeculativeBatch
+from jaxinfer.speculative.proposer import Draft
+from jaxinfer.speculative.speculation import Speculation, as_speculation
 
 
 def generate(
@@ -24,18 +27,24 @@ def generate(
     *,
     max_batch_size: int = 64,
     progress: bool = False,
+    draft: Draft | Speculation | None = None,
 ) -> list[RequestOutput]:
     """Generates completions of every prompt and returns one RequestOutput a prompt, in order.
 
     `prompts` are strings or lists of token ids (one prompt may stand alone); `params` is one SamplingParams for all or
     one for each. Up to `max_batch_size` completions run at once, fewer where the KV cache would not fit. Every prompt
     and parameter is checked before anything runs: ValueError names the first that is wrong and the remedy.
+
+    `draft` turns on speculative decoding (`NgramDraft`, `ModelDraft`, `SelfDraft`, or a `Speculation` with more options
+    and a report): same results, several tokens a step. Greedy and seeded completions keep their tokens (in float32; in
+    16 bits up to near-ties), unseeded ones their distribution.
     """
     requests = requests_for(model, prompts, params)
-    groups = _groups(model, requests, max_batch_size)
+    speculation = None if draft is None else as_speculation(draft)
+    groups = _groups(model, requests, max_batch_size, speculation)
     with tqdm(total=len(requests), unit="request", desc="Generating", disable=not progress, leave=False) as bar:
         num_tokens = 0
-        for delta in _run(model, groups):
+        for delta in _run(model, groups, speculation):
             num_tokens += len(delta.token_ids)
             bar.update(delta.finish_reason is not None)
             bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
@@ -58,12 +67,14 @@ def stream(
     params: SamplingParams | Iterable[SamplingParams] | None = None,
     *,
     max_batch_size: int = 64,
+    draft: Draft | Speculation | None = None,
 ) -> Generator[Delta, None, None]:
     """As `generate`, but yields a `Delta` whenever a completion has new tokens. Closing the iterator stops the work.
 
     Arguments are checked when this is called, not when the first delta is asked for.
     """
-    return _run(model, _groups(model, requests_for(model, prompts, params), max_batch_size))
+    speculation = None if draft is None else as_speculation(draft)
+    return _run(model, _groups(model, requests_for(model, prompts, params), max_batch_size, speculation), speculation)
 
 
 def logits(
@@ -106,15 +117,23 @@ def requests_for(
     return requests
 
 
-def _groups(model: Model, requests: Sequence[Request], max_batch_size: int) -> list[list[Request]]:
-    """Cuts requests into batches whose caches fit. Raises ValueError for a request that does not fit alone."""
+def _groups(
+    model: Model, requests: Sequence[Request], max_batch_size: int, speculation: Speculation | None = None
+) -> list[list[Request]]:
+    """Cuts requests into batches whose caches fit. Raises ValueError for a request that does not fit alone, and for a
+    draft that does not fit the model."""
     if not isinstance(max_batch_size, int) or max_batch_size < 1:
         raise ValueError(f"max_batch_size={max_batch_size!r}; expected an integer of at least 1")
     budget = _free_bytes()
     page_bytes = kv_cache.bytes_per_token(model.config, model.dtype) * PAGE_SIZE
+    spare_pages = 0
+    if speculation is not None:
+        speculation.draft.check(model, max((cache_tokens(request) for request in requests), default=0))
+        page_bytes += speculation.draft.bytes_per_token * PAGE_SIZE
+        spare_pages = -(-speculation.draft.k // PAGE_SIZE)
 
     def cost(num_rows: int, longest: int) -> int:
-        return (1 + bucket(num_rows) * pages_for(longest)) * page_bytes
+        return (1 + bucket(num_rows) * (pages_for(longest) + spare_pages)) * page_bytes
 
     groups: list[list[Request]] = []
     longest = 0  # of the last group
@@ -136,10 +155,15 @@ def _groups(model: Model, requests: Sequence[Request], max_batch_size: int) -> l
     return groups
 
 
-def _run(model: Model, groups: Sequence[Sequence[Request]]) -> Generator[Delta, None, None]:
+def _run(
+    model: Model, groups: Sequence[Sequence[Request]], speculation: Speculation | None
+) -> Generator[Delta, None, None]:
     """Runs batch after batch. No name holds a batch: its cache is gone before the next one's is allocated."""
     for group in groups:
-        yield from Batch(model, group, Limits.default()).run()
+        if speculation is None:
+            yield from Batch(model, group, Limits.default()).run()
+        else:
+            yield from SpeculativeBatch(model, group, Limits.default(), speculation).run()
 
 
 def _gigabytes(num_bytes: int) -> str:

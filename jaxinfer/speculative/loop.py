@@ -1,0 +1,248 @@
+"""The speculative loop on the device: draft, verify, accept, roll back, for a static number of steps in one program.
+
+A step drafts k tokens a row, runs the target over the newest token and the drafted ones at once, keeps what acceptance
+keeps and moves each row on by its own number of tokens. Rolling back is moving on by less: what rejected tokens left in
+the pages lies behind every row's end, is never read, and is written over by the next step. With k = 0 a step is one of
+plain decoding.
+"""
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxinfer import decoder
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import Params
+from jaxinfer.kv_cache import PagedKVCache
+from jaxinfer.loop import DecodedChunk, DecodeState
+from jaxinfer.sampling_logprobs import TokenLogprobs
+from jaxinfer.sampling_state import SamplerVariant
+from jaxinfer.speculative.acceptance import DRAFT_STREAM, Acceptance, Proposal, Verdict, judge, stream_keys
+from jaxinfer.speculative.proposer import Proposer, Rows, idle_safe
+
+# The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class SpeculativeState:
+    """Where each row stands, with what drafts need beyond `DecodeState`."""
+
+    decode: DecodeState
+    history: Int32[Array, "batch room"]
+    """Every row's tokens. The newest may be missing: a step puts it in before it drafts."""
+    hidden: Float[Array, "batch hidden"]
+    coupled: Bool[Array, " batch"]
+    """Rows that must have the sampler's own tokens (those with a seed)."""
+    draft: Any
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class StepCounts:
+    """What became of the proposals, for each step and row; -1 where the row was idle."""
+
+    proposed: Int32[Array | np.ndarray, "steps batch"]
+    accepted: Int32[Array | np.ndarray, "steps batch"]
+    """Leading tokens that acceptance kept, those after a stop included."""
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "config",
+        "variant",
+        "proposer",
+        "acceptance",
+        "num_drafted",
+        "num_steps",
+        "with_logits",
+    ),
+    donate_argnames=("cache", "state"),
+)
+def spec_chunk(
+    params: Params,
+    draft_params: Any,
+    cache: PagedKVCache,
+    state: SpeculativeState,
+    active: Bool[Array, " batch"],
+    page_table: Int32[Array, "batch pages"],
+    *,
+    config: ModelConfig,
+    variant: SamplerVariant,
+    proposer: Proposer,
+    acceptance: Acceptance,
+    num_drafted: int,
+    num_steps: int,
+    with_logits: bool,
+) -> tuple[PagedKVCache, SpeculativeState, DecodedChunk, StepCounts]:
+    """Runs `num_steps` steps of up to `num_drafted` + 1 tokens a row.
+
+    Each row needs room in its pages for `num_drafted` tokens beyond the last it can gain. `with_logits`: some row's
+    drafted tokens are judged by the distributions that they were drawn from. Rows not `active` are done at once.
+    """
+    decode = dataclasses.replace(state.decode, done=state.decode.done | ~active)
+    state = dataclasses.replace(state, decode=decode, history=_with_newest(state.history, decode))
+
+    def step(carry: tuple[PagedKVCache, SpeculativeState], _: None):
+        cache, state = carry
+        decode = state.decode
+        positions = jnp.where(decode.done, jnp.int32(-1), decode.positions)
+        tokens, proposal, draft_state = decode.tokens[:, None], None, state.draft
+        if num_drafted:
+            rows = rows_of(state, page_table, with_logits)
+            with jax.named_scope("draft"):
+                proposal, draft_state, cache = proposer.propose(
+                    draft_params, state.draft, cache, rows, variant, num_drafted, with_logits
+                )
+            tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
+        with jax.named_scope("verify"):
+            hidden, new_cache = decoder.forward(
+                params,
+                tokens,
+                idle_safe(positions, num_drafted + 1),
+                cache,
+                page_table,
+                config=config,
+                stage="decode",
+                context_lengths=decode.context_lengths,
+            )
+            assert new_cache is not None
+            logits = decoder.logits(params, hidden, config)
+        with jax.named_scope("accept"):
+            verdict = judge(
+                logits,
+                _no_proposal(decode) if proposal is None else proposal,
+                decode.sampling,
+                variant,
+                decode.num_generated,
+                decode.max_tokens,
+                state.coupled,
+                acceptance,
+            )
+            state, gained, failed = _advance(state, verdict, hidden)
+            state = dataclasses.replace(state, draft=proposer.settle(draft_state, state.decode.positions))
+        running = ~decode.done
+        lengths = jnp.zeros_like(positions) if proposal is None else proposal.lengths
+        counts = StepCounts(jnp.where(running, lengths, -1), jnp.where(running, verdict.num_accepted, -1))
+        return (new_cache, state), (verdict.tokens, gained, failed, verdict.logprobs, counts)
+
+    (cache, state), outputs = jax.lax.scan(step, (cache, state), None, length=num_steps)
+    tokens, gained, failed, logprobs, counts = outputs
+    tokens, logprobs = _by_row(gained, (tokens, logprobs))
+    totals = jnp.sum(gained, axis=0, dtype=jnp.int32)
+    return cache, state, DecodedChunk(tokens, totals, jnp.any(failed, axis=0), logprobs), counts
+
+
+@functools.partial(jax.jit, static_argnames=("proposer", "chunk", "from_empty"), donate_argnames="state")
+def catch_up(
+    draft_params: Any,
+    state: SpeculativeState,
+    page_table: Int32[Array, "batch pages"],
+    *,
+    proposer: Proposer,
+    chunk: int,
+    from_empty: bool = False,
+) -> SpeculativeState:
+    """Shows the draft up to `chunk` tokens of each row that it has not seen: its prefill, and what plain steps left."""
+    rows = rows_of(state, page_table, False)
+    running = ~state.decode.done
+    return dataclasses.replace(
+        state, draft=proposer.catch_up(draft_params, state.draft, rows, running, chunk, from_empty)
+    )
+
+
+def rows_of(state: SpeculativeState, page_table: Int32[Array, "batch pages"], with_logits: bool) -> Rows:
+    """What drafts see of a batch."""
+    decode = state.decode
+    keys = decode.sampling.keys
+    if with_logits and keys is not None:
+        keys = jnp.where(state.coupled[:, None], keys, stream_keys(keys, DRAFT_STREAM))
+    return Rows(
+        history=state.history,
+        positions=jnp.where(decode.done, jnp.int32(-1), decode.positions),
+        hidden=state.hidden,
+        num_generated=decode.num_generated,
+        context_lengths=decode.context_lengths,
+        page_table=page_table,
+        sampling=decode.sampling,
+        noise_keys=keys,
+    )
+
+
+def _no_proposal(decode: DecodeState) -> Proposal:
+    batch = decode.tokens.shape[0]
+    return Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
+
+
+def _with_newest(history: Int32[Array, "batch room"], decode: DecodeState) -> Int32[Array, "batch room"]:
+    rows = jnp.arange(history.shape[0], dtype=jnp.int32)
+    return history.at[rows, decode.positions].set(decode.tokens, mode="drop")
+
+
+def _advance(
+    state: SpeculativeState, verdict: Verdict, hidden: Float[Array, "batch width hidden"]
+) -> tuple[SpeculativeState, Int32[Array, " batch"], Bool[Array, " batch"]]:
+    """Moves each row on; returns the state, the number of tokens that each row gained, and which rows failed."""
+    decode = state.decode
+    batch, width = verdict.tokens.shape
+    running = ~decode.done
+    offered = verdict.num_accepted + verdict.valid.astype(jnp.int32)
+    places = jnp.arange(width, dtype=jnp.int32)[None, :]
+    is_stop = jnp.any(verdict.tokens[:, :, None] == decode.stop_ids[:, None, :], axis=2)
+    before_stop = jnp.sum(jnp.cumprod((~is_stop).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    room = decode.max_tokens - decode.num_generated
+    gained = jnp.where(running, jnp.minimum(jnp.minimum(offered, before_stop + 1), room), 0)
+    ended = (before_stop < gained) | (gained >= room)
+    failed = running & ~verdict.valid & (gained == verdict.num_accepted) & ~ended
+    last = jnp.maximum(gained - 1, 0)[:, None]
+    grew = gained > 0
+    newest = jnp.take_along_axis(verdict.tokens, last, axis=1)[:, 0]
+    new_places = decode.positions[:, None] + 1 + places
+    taken = places < gained[:, None]
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    history = state.history.at[rows, jnp.where(taken, new_places, state.history.shape[1])].set(
+        verdict.tokens, mode="drop"
+    )
+    sampling = decode.sampling
+    if sampling.penalties is not None:
+        vocab = sampling.penalties.output_counts.shape[1]
+        counts = sampling.penalties.output_counts.at[rows, jnp.where(taken, verdict.tokens, vocab)].add(1, mode="drop")
+        penalties = dataclasses.replace(sampling.penalties, output_counts=counts)
+        sampling = dataclasses.replace(sampling, penalties=penalties)
+    decode = dataclasses.replace(
+        decode,
+        tokens=jnp.where(grew, newest, decode.tokens),
+        positions=decode.positions + gained,
+        num_generated=decode.num_generated + gained,
+        done=decode.done | failed | (running & ended),
+        sampling=sampling,
+    )
+    own_hidden = jnp.take_along_axis(hidden, last[:, :, None], axis=1)[:, 0]
+    own_hidden = jnp.where(grew[:, None], own_hidden, state.hidden)
+    return dataclasses.replace(state, decode=decode, history=history, hidden=own_hidden), gained, failed
+
+
+def _by_row(
+    gained: Int32[Array, "steps batch"], leaves: tuple[jax.Array, TokenLogprobs | None]
+) -> tuple[jax.Array, TokenLogprobs | None]:
+    """Leaves [steps, batch, width, ...] as [steps * width, batch, ...]: row b's entries first, without gaps."""
+    steps, batch = gained.shape
+    before = jnp.cumsum(gained, axis=0, dtype=jnp.int32) - gained
+
+    def pack(leaf: jax.Array) -> jax.Array:
+        width = leaf.shape[2]
+        places = jnp.arange(width, dtype=jnp.int32)[None, None, :]
+        targets = jnp.where(places < gained[:, :, None], before[:, :, None] + places, steps * width)
+        rows = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[None, :, None], targets.shape)
+        empty = jnp.zeros((steps * width, batch, *leaf.shape[3:]), leaf.dtype)
+        return empty.at[targets, rows].set(leaf, mode="drop")
+
+    return jax.tree.map(pack, leaves)

@@ -1,0 +1,220 @@
+"""A model that drafts: a smaller one with pages of its own, or the target itself in another form, sharing its pages."""
+
+import dataclasses
+import functools
+import logging
+import typing
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from jaxinfer import decoder, kv_cache
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import Params
+from jaxinfer.kv_cache import PagedKVCache
+from jaxinfer.model import Model
+from jaxinfer.sampling import draw_logits, processed_logits, sample
+from jaxinfer.sampling_state import SamplerVariant, SamplingState
+from jaxinfer.speculative.acceptance import Proposal
+from jaxinfer.speculative.compatibility import check_tokens
+from jaxinfer.speculative.ngram import check_k
+from jaxinfer.speculative.proposer import Rows, at_places, fit_vocabulary, idle_safe, newest
+from jaxinfer.steps import prefill_positions
+
+log = logging.getLogger("jaxinfer")
+
+
+@typing.no_type_check  # JAX rebuilds pytrees around placeholders, as in `lower`
+@flax.struct.dataclass
+class DraftCache:
+    """A draft's own pages, numbered as the target's."""
+
+    cache: PagedKVCache
+    lengths: Int32[Array, " batch"]
+    """Leading tokens of each row whose keys and values are in the pages."""
+
+
+class ModelDraft:
+    """A smaller model that drafts for a larger one, with a cache of its own in pages numbered as the target's.
+
+    The models may differ in size, depth, heads, context and family. Their tokens must not: `check` compares contents,
+    ids and special tokens (once for each target) and raises ValueError with the first differences.
+    """
+
+    draws = True
+    has_own_cache = True
+
+    def __init__(self, model: Model, k: int = 4) -> None:
+        """`k` tokens at most are drafted a step. Raises ValueError for a k outside 1 to 15."""
+        check_k(k, "ModelDraft")
+        self.model, self.k = model, k
+        self._checked: Model | None = None
+
+    def __repr__(self) -> str:
+        return f"ModelDraft({self.model.name!r}, k={self.k})"
+
+    @property
+    def name(self) -> str:
+        return f"model({self.model.name})"
+
+    @property
+    def params(self) -> Params:
+        return self.model.params
+
+    @property
+    def bytes_per_token(self) -> int:
+        return kv_cache.bytes_per_token(self.model.config, self.model.dtype)
+
+    def check(self, target: Model, longest: int) -> None:
+        if self._checked is not target:
+            check_tokens(target, self.model)
+            if self.model.config.model_type != target.config.model_type:
+                log.warning(
+                    "the draft %s is a %s and the target %s a %s: models of two families rarely agree; "
+                    "the report's acceptance says whether it pays (jaxinfer.expected_acceptance estimates it)",
+                    self.model.name,
+                    self.model.config.model_type,
+                    target.name,
+                    target.config.model_type,
+                )
+            self._checked = target
+        context = self.model.config.max_position_embeddings
+        if longest > context:
+            raise ValueError(
+                f"a request reaches {longest} tokens, but the context of the draft {self.model.name} is {context}; "
+                "lower max_tokens, shorten the prompt or take another draft"
+            )
+
+    def proposer(self, target: Model) -> "ModelProposer":
+        return ModelProposer(self.model.config, target.config.vocab_size)
+
+    def create_state(self, target: Model, num_pages: int, page_size: int, batch: int) -> DraftCache:
+        cache = kv_cache.create(self.model.config, num_pages, page_size, self.model.dtype)
+        return DraftCache(cache, jnp.zeros(batch, jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelProposer:
+    """The compiled part: as many passes of the draft as tokens are drafted.
+
+    With a cache of its own the first pass takes two tokens, since the last drafted token of a step that was accepted
+    whole has not been through the draft; taking it in again otherwise changes nothing and costs next to nothing.
+
+    Sharing the target's cache is sound for the target's own layers in any precision and for its lower layers alone:
+    what is cached of accepted tokens came from verification, and what the draft writes at the newest token and behind
+    it, verification writes again, layer by layer, before it reads there.
+    """
+
+    config: ModelConfig
+    vocab_size: int
+    """The target's width of logits."""
+
+    def propose(
+        self,
+        params: Params,
+        state: DraftCache | tuple[()],
+        cache: PagedKVCache,
+        rows: Rows,
+        variant: SamplerVariant,
+        num_drafted: int,
+        with_logits: bool,
+    ) -> tuple[Proposal, DraftCache | tuple[()], PagedKVCache]:
+        variant = dataclasses.replace(variant, num_logprobs=None)
+        sampling = dataclasses.replace(rows.sampling, keys=rows.noise_keys)
+        choose = functools.partial(self._choose, variant=variant, with_logits=with_logits)
+        forward = functools.partial(self._forward, params, rows=rows)
+        pages = cache if isinstance(state, tuple) else state.cache
+        if isinstance(state, tuple):
+            logits, pages = forward(newest(rows)[:, None], pages, first=0)
+        else:
+            # In idle rows position -1 stays -1; a row's newest token is never its first.
+            both = at_places(rows.history, rows.positions[:, None] + jnp.array([[-1, 0]], jnp.int32))
+            logits, pages = forward(both, pages, first=-1)
+        token, drawn, sampling = choose(logits, sampling, rows.num_generated)
+
+        def another(carry: tuple[jax.Array, PagedKVCache, SamplingState], place: jax.Array):
+            token, pages, sampling = carry
+            logits, pages = forward(token[:, None], pages, first=place)
+            token, drawn, sampling = choose(logits, sampling, rows.num_generated + place)
+            return (token, pages, sampling), (token, drawn)
+
+        places = jnp.arange(1, num_drafted, dtype=jnp.int32)
+        (_, pages, _), later = jax.lax.scan(another, (token, pages, sampling), places)
+        tokens, logits = jax.tree.map(
+            lambda first, rest: jnp.concatenate([first[None], rest]).swapaxes(0, 1), (token, drawn), later
+        )
+        proposal = Proposal(tokens, jnp.full(tokens.shape[0], num_drafted, jnp.int32), logits)
+        if isinstance(state, tuple):
+            return proposal, state, pages
+        written = jnp.where(rows.positions >= 0, rows.positions + num_drafted, state.lengths)
+        return proposal, DraftCache(pages, written), cache
+
+    def _forward(
+        self, params: Params, tokens: jax.Array, pages: PagedKVCache, *, rows: Rows, first: int | jax.Array
+    ) -> tuple[jax.Array, PagedKVCache]:
+        """Logits after the last of some tokens, the first of which lies `first` places after the newest."""
+        positions = idle_safe(rows.positions, tokens.shape[1])
+        positions = jnp.where(positions >= 0, positions + first, jnp.int32(-1))
+        hidden, new_pages = decoder.forward(
+            params,
+            tokens,
+            positions,
+            pages,
+            rows.page_table,
+            config=self.config,
+            stage="decode",
+            context_lengths=rows.context_lengths,
+        )
+        assert new_pages is not None
+        return fit_vocabulary(decoder.logits(params, hidden[:, -1], self.config), self.vocab_size), new_pages
+
+    def _choose(
+        self,
+        logits: jax.Array,
+        sampling: SamplingState,
+        step: jax.Array,
+        *,
+        variant: SamplerVariant,
+        with_logits: bool,
+    ) -> tuple[jax.Array, jax.Array | None, SamplingState]:
+        """A token a row under the row's own sampling options, and the logits it was drawn from if they are wanted."""
+        output, counted = sample(logits, sampling, variant, step)
+        if not with_logits:
+            return output.tokens, None, counted
+        processed = processed_logits(logits, sampling, variant, step)
+        drawn = processed if variant.greedy else draw_logits(processed, sampling, variant)
+        return output.tokens, drawn, counted
+
+    def settle(self, state: DraftCache | tuple[()], positions: Int32[Array, " batch"]) -> DraftCache | tuple[()]:
+        if isinstance(state, tuple):
+            return state
+        return dataclasses.replace(state, lengths=jnp.minimum(state.lengths, positions))
+
+    def catch_up(
+        self,
+        params: Params,
+        state: DraftCache | tuple[()],
+        rows: Rows,
+        running: Bool[Array, " batch"],
+        chunk: int,
+        from_empty: bool,
+    ) -> DraftCache | tuple[()]:
+        if isinstance(state, tuple):
+            return state
+        lengths = jnp.where(running, jnp.clip(rows.positions - state.lengths, 0, chunk), 0)
+        starts = jnp.where(lengths > 0, state.lengths, 0)
+        tokens = at_places(rows.history, starts[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None, :])
+        _, pages = decoder.forward(
+            params,
+            tokens,
+            prefill_positions(lengths, starts, chunk),
+            state.cache,
+            rows.page_table,
+            config=self.config,
+            stage="first" if from_empty else "prefill",
+            context_lengths=rows.context_lengths,
+        )
+        assert pages is not None
+        return DraftCache(pages, state.lengths + lengths)

@@ -1,0 +1,75 @@
+"""Speculation = a draft, a rule of acceptance, a policy of lengths; and what became of it."""
+
+import logging
+import threading
+
+from jaxinfer.model import Model
+from jaxinfer.speculative.acceptance import Acceptance, Exact
+from jaxinfer.speculative.policy import Adaptive, Policy
+from jaxinfer.speculative.proposer import Draft
+from jaxinfer.speculative.report import SpeculationReport
+from pallas_kernels.int4_matmul import PackedInt4
+
+log = logging.getLogger("jaxinfer")
+
+
+class Speculation:
+    """How to speculate, for `generate` and `stream`: `draft=Speculation(NgramDraft(k=6), policy=FixedLength())`.
+
+    A draft alone means exact acceptance under an adaptive policy. `report` adds up what happened in all runs; a new
+    object, or `reset`, starts from zero. An acceptance that is not exact changes the output, says so in the log, and
+    has a name that begins with Lossy.
+    """
+
+    def __init__(self, draft: Draft, *, acceptance: Acceptance | None = None, policy: Policy | None = None) -> None:
+        self.draft = draft
+        self.acceptance = Exact() if acceptance is None else acceptance
+        self.policy = Adaptive() if policy is None else policy
+        self.report = SpeculationReport()
+        self.lock = threading.Lock()
+        """Held while `report` is changed: runs in several threads may share it."""
+        self._warned: set[str] = set()
+        self.policy.begin(draft.k, 1, 1)  # raises ValueError for lengths beyond the draft's
+        if not self.acceptance.lossless:
+            log.warning("%r is not exact: outputs are not those of the target alone", self.acceptance)
+
+    def __repr__(self) -> str:
+        return f"Speculation({self.draft!r}, acceptance={self.acceptance!r}, policy={self.policy!r})"
+
+    def reset(self) -> None:
+        """Forgets what was counted."""
+        with self.lock:
+            self.report = SpeculationReport()
+
+    def warn_of_plans(self, target: Model) -> None:
+        """Says once, after a run, what a draft quantised apart from its target was accepted with."""
+        plans = quantisation(target.params), quantisation(self.draft.params)
+        if self.draft.has_own_cache and plans[0] != plans[1] and "plans" not in self._warned:
+            self._warned.add("plans")
+            log.warning(
+                "target and draft are quantised differently (%s and %s); %.0f %% of drafted tokens were accepted",
+                *plans,
+                100 * self.report.acceptance_rate,
+            )
+
+
+def as_speculation(draft: Draft | Speculation) -> Speculation:
+    """What `generate` was given, as a Speculation. Raises ValueError for what is no draft."""
+    if isinstance(draft, Speculation):
+        return draft
+    if not isinstance(draft, Draft):
+        raise ValueError(
+            f"draft is {type(draft).__name__}; expected a draft such as jaxinfer.NgramDraft(k=4), or a Speculation"
+        )
+    return Speculation(draft)
+
+
+def quantisation(params: object) -> str:
+    """How the layers of a model are stored, in a word."""
+    layers = getattr(params, "layers", [])
+    if not layers:
+        return "none"
+    weight = layers[0].down
+    if isinstance(weight, PackedInt4):
+        return f"4 bits, {weight.kind}, groups of {weight.group_size}"
+    return str(weight.dtype)
