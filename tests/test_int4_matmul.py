@@ -10,8 +10,18 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from simulated_int4_warp import simulate
 
-from pallas_kernels import dispatch
-from pallas_kernels.int4_matmul import PackedInt4, dequantize, from_codes, int4_matmul, mosaic, to_mosaic, tuning
+from pallas_kernels import dispatch, triton_backend
+from pallas_kernels.int4_matmul import (
+    PackedInt4,
+    dequantize,
+    from_codes,
+    int4_matmul,
+    mosaic,
+    to_kernel_layout,
+    to_mosaic,
+    to_triton,
+    tuning,
+)
 from pallas_kernels.int4_matmul.plan import Schedule
 
 BF16 = ml_dtypes.bfloat16
@@ -58,10 +68,10 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("rows", "out_features", "in_features", "group_size", "kind"), SHAPES)
-@pytest.mark.parametrize("layout", ["canonical", "mosaic"])
+@pytest.mark.parametrize("layout", ["canonical", "mosaic", "triton"])
 def test_reference_is_the_float64_product(rows, out_features, in_features, group_size, kind, layout) -> None:
     weight, values = make(out_features, in_features, group_size, kind)
-    weight = to_mosaic(weight) if layout == "mosaic" else weight
+    weight = {"mosaic": to_mosaic, "triton": to_triton}.get(layout, lambda w: w)(weight)
     x = tokens(rows, in_features).astype(np.float32)
     out = jax.jit(int4_matmul)(jnp.asarray(x), weight)
     assert out.shape == (rows, out_features)
@@ -76,7 +86,7 @@ def test_reference_multiplies_by_a_code_book() -> None:
     weight = from_codes(codes, scales, group_size=32, book=book)
     values = np.repeat(scales, 32, 1) * book[codes]
     x = tokens(3, 64).astype(np.float32)
-    for w in (weight, to_mosaic(weight)):
+    for w in (weight, to_mosaic(weight), to_triton(weight)):
         assert error(np.asarray(int4_matmul(jnp.asarray(x), w)), x, values.astype(np.float64)) < 1e-6
 
 
@@ -184,8 +194,9 @@ def test_explain_says_why_not_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jnp.zeros((4, 64), jnp.bfloat16)
 
     def reason(x: jax.Array, w: PackedInt4) -> str:
-        mosaic_choice, reference_choice = int4_matmul(x, w, explain=True)
+        mosaic_choice, triton_choice, reference_choice = int4_matmul(x, w, explain=True)
         assert reference_choice.taken != mosaic_choice.taken
+        assert not triton_choice.taken
         return mosaic_choice.reason
 
     assert reason(x, weight) == "the first that supports this call"
@@ -204,12 +215,27 @@ def from_codes_with_book() -> PackedInt4:
 def test_backend_can_be_forced_and_a_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = make(24, 64, 32, "symmetric")[0]
     x = jnp.zeros((4, 64), jnp.bfloat16)
-    assert [c.taken for c in int4_matmul(x, weight, backend="reference", explain=True)] == [False, True]
+    assert [c.taken for c in int4_matmul(x, weight, backend="reference", explain=True)] == [False, False, True]
     with pytest.raises(ValueError, match="int4_matmul cannot run on mosaic: it reads weights of the mosaic layout"):
         int4_matmul(x, weight, backend="mosaic")
     monkeypatch.setenv("JAXINFER_KERNELS", "tpu")
-    with pytest.raises(ValueError, match="int4_matmul has no backend 'tpu'; it has mosaic, reference"):
+    with pytest.raises(ValueError, match="int4_matmul has no backend 'tpu'; it has mosaic, triton, reference"):
         int4_matmul(x, weight)
+
+
+def test_weights_are_repacked_for_the_kernel_that_will_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = make(24, 64, 32, "symmetric")[0]
+    assert to_kernel_layout(weight) is weight  # no GPU here
+    monkeypatch.setattr(triton_backend, "refusal", lambda: None)
+    assert to_kernel_layout(weight).layout == "triton"
+    monkeypatch.setattr(dispatch, "hopper_refusal", lambda: None)
+    assert to_kernel_layout(weight).layout == "mosaic"
+    assert to_kernel_layout(from_codes_with_book()).layout == "triton"  # the Mosaic kernel has no code books
+    assert to_kernel_layout(make(24, 72, 24, "symmetric")[0]).layout == "canonical"  # groups of 24: neither kernel
+    monkeypatch.setenv("JAXINFER_KERNELS", "triton")
+    assert to_kernel_layout(weight).layout == "triton"
+    monkeypatch.setenv("JAXINFER_KERNELS", "reference")
+    assert to_kernel_layout(weight) is weight
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.int4_matmul import PackedInt4, dequantize, from_codes, to_canonical, to_mosaic, unpack_codes
+from pallas_kernels.int4_matmul import (
+    PackedInt4,
+    dequantize,
+    from_codes,
+    to_canonical,
+    to_mosaic,
+    to_triton,
+    unpack_codes,
+)
 
 BF16 = ml_dtypes.bfloat16
 
@@ -42,31 +50,32 @@ weights = st.builds(
 @settings(deadline=None, max_examples=60)
 def test_layouts_give_back_the_codes_scales_and_offsets(case: tuple[np.ndarray, PackedInt4]) -> None:
     codes, canonical = case
-    mosaic = to_mosaic(canonical)
     assert np.array_equal(unpack_codes(canonical), codes)
-    assert np.array_equal(unpack_codes(mosaic), codes)
-    back = to_canonical(mosaic)
-    assert (back.shape, back.group_size, back.layout) == (canonical.shape, canonical.group_size, "canonical")
-    for before, after in zip(jax.tree.leaves(canonical), jax.tree.leaves(back), strict=True):
-        assert before.dtype == after.dtype
-        assert np.array_equal(before, after)
+    for repacked in (to_mosaic(canonical), to_triton(canonical)):
+        assert np.array_equal(unpack_codes(repacked), codes)
+        back = to_canonical(repacked)
+        assert (back.shape, back.group_size, back.layout) == (canonical.shape, canonical.group_size, "canonical")
+        for before, after in zip(jax.tree.leaves(canonical), jax.tree.leaves(back), strict=True):
+            assert before.dtype == after.dtype
+            assert np.array_equal(before, after)
 
 
 @given(weights)
 @settings(deadline=None, max_examples=15)
 def test_jax_packs_as_numpy_does(case: tuple[np.ndarray, PackedInt4]) -> None:
     _, canonical = case
-    packed = to_mosaic(canonical)
-    on_device = to_mosaic(jax.tree.map(jnp.asarray, canonical))
-    for numpy, device in zip(jax.tree.leaves(packed), jax.tree.leaves(on_device), strict=True):
-        assert isinstance(device, jax.Array)
-        assert np.array_equal(numpy, np.asarray(device))
-    assert np.array_equal(unpack_codes(packed), np.asarray(unpack_codes(on_device)))
+    for repack in (to_mosaic, to_triton):
+        packed = repack(canonical)
+        on_device = repack(jax.tree.map(jnp.asarray, canonical))
+        for numpy, device in zip(jax.tree.leaves(packed), jax.tree.leaves(on_device), strict=True):
+            assert isinstance(device, jax.Array)
+            assert np.array_equal(numpy, np.asarray(device))
+        assert np.array_equal(unpack_codes(packed), np.asarray(unpack_codes(on_device)))
 
 
 @given(weights)
 @settings(deadline=None, max_examples=15)
-def test_values_are_the_definition_in_either_layout(case: tuple[np.ndarray, PackedInt4]) -> None:
+def test_values_are_the_definition_in_any_layout(case: tuple[np.ndarray, PackedInt4]) -> None:
     codes, weight = case
     spread = [np.repeat(a.astype(np.float64), weight.group_size, 1)[:, : weight.shape[1]] for a in _rows(weight)]
     scales, offsets = spread[0], spread[-1]
@@ -76,7 +85,7 @@ def test_values_are_the_definition_in_either_layout(case: tuple[np.ndarray, Pack
         "minimum": lambda: scales * codes + offsets,
         "code_book": lambda: scales * weight.book[codes],
     }[weight.kind]()
-    for layout in (weight, to_mosaic(weight)):
+    for layout in (weight, to_mosaic(weight), to_triton(weight)):
         np.testing.assert_allclose(np.asarray(dequantize(layout)), expected, rtol=3e-7, atol=3e-7)
 
 
@@ -104,6 +113,20 @@ def test_a_word_holds_what_the_diagram_says(group_size: int, first_column: int) 
     assert words.shape == (4, 1, 128)
     assert words[strip, 0, 4 * lane + step] == np.uint32(0x87654321).view(np.int32)
     assert np.count_nonzero(words) == 1
+
+
+@pytest.mark.parametrize(("group_size", "columns"), [(32, (5, 37, 69, 101)), (16, (5, 21, 37, 53))])
+def test_a_triton_word_holds_four_inputs_a_quarter_of_a_tile_apart(group_size: int, columns: tuple[int, ...]) -> None:
+    codes = np.zeros((40, 256), np.uint8)
+    tile = 256 // 2 if group_size == 32 else 64
+    for value, column in enumerate(columns, start=1):
+        codes[35, tile + column] = value
+    weight = to_triton(from_codes(codes, np.ones((40, 256 // group_size), BF16), group_size=group_size))
+    assert weight.codes.shape == ((3, 2, 16, 32) if group_size == 32 else (3, 4, 16, 16))
+    assert weight.codes[2, 1, 3, 5] == 0x4321
+    assert np.count_nonzero(weight.codes) == 1
+    assert weight.scales.shape == (256 // group_size, 48)
+    assert not np.any(weight.scales[:, 40:])
 
 
 def test_padding_has_codes_and_scales_of_zero() -> None:
@@ -140,3 +163,5 @@ def test_refusals_say_what_was_expected() -> None:
     mosaic = to_mosaic(from_codes(codes, scales, group_size=32))
     with pytest.raises(ValueError, match=r"takes a canonical weight; this one has layout 'mosaic'"):
         to_mosaic(mosaic)
+    with pytest.raises(ValueError, match=r"to_triton takes a canonical weight; this one has layout 'mosaic'"):
+        to_triton(mosaic)

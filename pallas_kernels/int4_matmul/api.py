@@ -1,5 +1,6 @@
 """The INT4 matrix product: validates, picks a backend, says why."""
 
+import dataclasses
 import math
 from typing import Literal, overload
 
@@ -9,11 +10,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.int4_matmul import mosaic, reference, tuning
-from pallas_kernels.int4_matmul.packing import PackedInt4
+from pallas_kernels.int4_matmul import mosaic, reference, triton_matmul, tuning
+from pallas_kernels.int4_matmul.packing import PackedInt4, to_mosaic, to_triton
 from pallas_kernels.int4_matmul.plan import PART
 
-Backend = Literal["mosaic", "reference"]
+Backend = Literal["mosaic", "triton", "reference"]
 MOSAIC_MAX_ROWS = 64
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -48,12 +49,13 @@ def int4_matmul(
 
     Args:
       x: activations, any number of leading dimensions.
-      w: a weight [out_features, in_features]. The fused kernel reads the "mosaic" layout (see `to_mosaic`), the
-        reference any.
+      w: a weight [out_features, in_features]. Each kernel reads its own layout (see `to_kernel_layout`), the reference
+        any.
       out_dtype: by default x's dtype. Sums are float32 in any case.
       backend: forces one; else the environment variable JAXINFER_KERNELS, else the first that supports the call.
-        "mosaic" is the fused kernel for up to 64 rows on Hopper. "reference" dequantises the weight to x's dtype and
-        multiplies through XLA: the CPU's path, and the GPU's for many rows.
+        "mosaic" is the fused kernel for up to 64 rows on Hopper. "triton" takes any number of rows on NVIDIA cards from
+        Ampere on, where jax-triton is installed. "reference" dequantises the weight to x's dtype and multiplies through
+        XLA: the CPU's path, and Hopper's for many rows.
       explain: return the list of `Choice` and compute nothing.
 
     Raises:
@@ -64,13 +66,37 @@ def int4_matmul(
         raise ValueError(f"x has shape {x.shape}; a weight of {in_features} in_features needs [..., {in_features}]")
     rows = math.prod(x.shape[:-1])
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    refusals = {"mosaic": mosaic_refusal(rows, x.dtype, dtype, w), "reference": None}
+    refusals = _refusals(rows, x.dtype, dtype, w)
     choices = dispatch.choose("int4_matmul", refusals, backend)
     if explain:
         return choices
     chosen = next(choice.backend for choice in choices if choice.taken)
-    product = _mosaic if chosen == "mosaic" else reference.int4_matmul
+    product = {"mosaic": _mosaic, "triton": triton_matmul.int4_matmul, "reference": reference.int4_matmul}[chosen]
     return product(x.reshape(rows, in_features), w, out_dtype=dtype).reshape(*x.shape[:-1], out_features)
+
+
+def to_kernel_layout(weight: PackedInt4) -> PackedInt4:
+    """Repacks a canonical weight for the kernel that will read it in this process; for the reference it stays as it is.
+
+    Raises:
+      ValueError: the environment variable JAXINFER_KERNELS names a kernel that cannot read this weight here.
+    """
+    refusals: dict[str, str | None] = {}
+    for layout in ("mosaic", "triton"):
+        repacked = dataclasses.replace(weight, layout=layout)
+        refusals[layout] = _refusals(1, jnp.bfloat16, jnp.bfloat16, repacked)[layout]
+    choices = dispatch.choose("int4_matmul", refusals | {"reference": None})
+    chosen = next(choice.backend for choice in choices if choice.taken)
+    return {"mosaic": to_mosaic, "triton": to_triton}.get(chosen, lambda w: w)(weight)
+
+
+def _refusals(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedInt4) -> dict[str, str | None]:
+    """Each backend's reason not to take a call, in order of preference."""
+    return {
+        "mosaic": mosaic_refusal(rows, dtype, out_dtype, w),
+        "triton": triton_matmul.refusal(rows, dtype, out_dtype, w),
+        "reference": None,
+    }
 
 
 def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedInt4) -> str | None:

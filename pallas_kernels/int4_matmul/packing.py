@@ -1,4 +1,4 @@
-"""The packed INT4 weight: its canonical form, and the order of bits that the Hopper kernel reads.
+"""The packed INT4 weight: its canonical form, and the orders of bits that the kernels read.
 
 A weight is `[out_features, in_features]` as checkpoints store it. Groups run along the inputs; the last one may be
 shorter. Every function takes NumPy or JAX arrays and returns the same kind.
@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Layout = Literal["canonical", "mosaic"]
+from pallas_kernels.int4_matmul import triton_layout
+
+Layout = Literal["canonical", "mosaic", "triton"]
 Kind = Literal["symmetric", "zero_point", "minimum", "code_book"]
 
 STRIP, COLUMNS = 16, 64
@@ -37,6 +39,7 @@ class PackedInt4:
     |---|---|---|
     | canonical | uint8[out, ceil(in / 2)], the even input in the low half | [out, groups] |
     | mosaic | int32[ceil(out / 16), ceil(in / 64), 128], see `to_mosaic` | [ceil(out / 16), groups, 16] |
+    | triton | int16[ceil(out / 16), ceil(in / 128), 16, 32], see `triton_layout.pack` | [groups, 16 * ceil(out / 16)] |
 
     `shape` is (out_features, in_features) without padding.
     """
@@ -87,12 +90,14 @@ def from_codes(codes: Any, scales: Any, offsets: Any = None, *, group_size: int,
 
 
 def unpack_codes(weight: PackedInt4) -> Any:
-    """The codes of a weight of either layout, uint8[out, in], one a byte."""
+    """The codes of a weight of any layout, uint8[out, in], one a byte."""
     xp = weight.codes.__array_namespace__()
     out_features, in_features = weight.shape
     if weight.layout == "canonical":
         halves = xp.stack([weight.codes & xp.uint8(15), weight.codes >> xp.uint8(4)], axis=-1)
         return halves.reshape(out_features, -1)[:, :in_features]
+    if weight.layout == "triton":
+        return triton_layout.unpack(weight.codes, weight.shape)
     strips, column_tiles = weight.codes.shape[:2]
     run = steps_per_run(weight.group_size)
     words = _bits(weight.codes, jnp.uint32)
@@ -103,10 +108,14 @@ def unpack_codes(weight: PackedInt4) -> Any:
     return codes[:out_features, :in_features]
 
 
-def by_row(values: Any, out_features: int) -> Any:
-    """Scales or offsets [strips, groups, 16] of the mosaic layout as [out_features, groups]."""
+def by_row(values: Any, weight: PackedInt4) -> Any:
+    """Scales or offsets of a weight of any layout as [out_features, groups]."""
+    if weight.layout == "canonical":
+        return values
+    if weight.layout == "triton":
+        return values.T[: weight.shape[0]]
     strips, groups, _ = values.shape
-    return values.reshape(strips, groups, 8, 2).transpose(0, 3, 2, 1).reshape(-1, groups)[:out_features]
+    return values.reshape(strips, groups, 8, 2).transpose(0, 3, 2, 1).reshape(-1, groups)[: weight.shape[0]]
 
 
 def to_mosaic(weight: PackedInt4) -> PackedInt4:
@@ -156,15 +165,28 @@ def to_mosaic(weight: PackedInt4) -> PackedInt4:
     )
 
 
+def to_triton(weight: PackedInt4) -> PackedInt4:
+    """Repacks a canonical weight into the order that the Triton kernels read, see `triton_layout.pack`."""
+    if weight.layout != "canonical":
+        raise ValueError(f"to_triton takes a canonical weight; this one has layout {weight.layout!r}")
+    width = triton_layout.tile_width(weight.group_size, weight.num_groups)
+    return dataclasses.replace(
+        weight,
+        codes=triton_layout.pack(unpack_codes(weight), width),
+        scales=triton_layout.by_group(weight.scales),
+        offsets=None if weight.offsets is None else triton_layout.by_group(weight.offsets),
+        layout="triton",
+    )
+
+
 def to_canonical(weight: PackedInt4) -> PackedInt4:
-    """Undoes `to_mosaic` exactly; a canonical weight comes back as it is."""
+    """Undoes `to_mosaic` or `to_triton` exactly; a canonical weight comes back as it is."""
     if weight.layout == "canonical":
         return weight
-    rows = weight.shape[0]
     return from_codes(
         unpack_codes(weight),
-        by_row(weight.scales, rows),
-        None if weight.offsets is None else by_row(weight.offsets, rows),
+        by_row(weight.scales, weight),
+        None if weight.offsets is None else by_row(weight.offsets, weight),
         group_size=weight.group_size,
         book=weight.book,
     )

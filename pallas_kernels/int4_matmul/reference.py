@@ -10,12 +10,10 @@ from pallas_kernels.int4_matmul.packing import PackedInt4, by_row, unpack_codes
 
 def dequantize(weight: PackedInt4, dtype: DTypeLike = jnp.float32) -> Float[Array, "out in"]:
     """The weight's values [out_features, in_features], computed in float32 and rounded once to `dtype`."""
-    out_features, in_features = weight.shape
+    _, in_features = weight.shape
 
     def spread(values):
-        values = jnp.asarray(values)
-        if weight.layout == "mosaic":
-            values = by_row(values, out_features)
+        values = by_row(jnp.asarray(values), weight)
         return jnp.repeat(values.astype(jnp.float32), weight.group_size, axis=1)[:, :in_features]
 
     codes = jnp.asarray(unpack_codes(weight))

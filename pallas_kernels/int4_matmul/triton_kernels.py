@@ -1,0 +1,335 @@
+"""The Triton kernels of the INT4 matrix product. Imported only where triton is installed.
+
+Every size is a compile-time constant: jax-triton compiles a kernel for each shape anyway, and divisions and masks that
+are known to be superfluous disappear.
+"""
+# Triton is an optional extra, which the type checker need not see:
+# pyright: reportMissingImports=false
+
+import triton.language as tl
+
+from pallas_kernels.triton_backend import kernel
+
+
+@kernel
+def entries(book_ptr, codes, ASM: tl.constexpr):
+    """Entries of the float32 code book, which the L1 cache holds."""
+    if ASM:
+        # In assembly, because Triton would copy what a tl.load gathers through shared memory, ahead of its use.
+        addresses = (book_ptr + codes.to(tl.int32)).to(tl.int64)
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [addresses], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(book_ptr + codes.to(tl.int32))
+
+
+@kernel
+def numbers(words, zero, book_ptr, NIBBLE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """The codes of one nibble of every word as numbers of a dtype: code - zero, or the code book's entry.
+
+    `zero` is float32 [rows, 1]; up to 15 in size, so that the difference is exact in every dtype.
+    """
+    if KIND == "code_book":
+        return entries(book_ptr, (words >> (4 * NIBBLE)) & 15, ASM).to(dtype)
+    elif ASM and dtype == tl.bfloat16:
+        # Two codes a register: 0x4300 | code is 128 + code. One lop3 for mask and exponent: ptxas may keep two.
+        minus = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), words.shape)
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, one; shr.u32 t, $1, {4 * NIBBLE}; mov.b32 one, 0x3F803F80; "
+            "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, one, $2; }",
+            "=r,r,r",
+            [words, minus],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    elif ASM and dtype == tl.float16:
+        # The same, 0x6400 | code being 1024 + code.
+        minus = tl.broadcast_to((-1024.0 - zero).to(tl.float16), words.shape)
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t; shr.u32 t, $1, {4 * NIBBLE}; "
+            "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; add.rn.f16x2 $0, t, $2; }",
+            "=r,r,r",
+            [words, minus],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        codes = (words >> (4 * NIBBLE)) & 15
+        return (codes.to(tl.float32) - zero).to(dtype)
+
+
+@kernel
+def tile_pointers(codes_ptr, n, TILES: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers to the words of tile 0 of output features n."""
+    rows = (n // 16).to(tl.int64) * (TILES * 16 * WIDTH) + (n % 16) * WIDTH
+    return codes_ptr + rows[:, None] + tl.arange(0, WIDTH)[None, :]
+
+
+@kernel
+def scale_and_offset(
+    scales_ptr, offsets_ptr, n, k, PADDED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr
+):
+    """Scale and offset (zero point or minimum, else the scale again) of output features n at input k, as stored.
+
+    Past the last input they are those of the last group: numbers that are multiplied by an x of zero.
+    """
+    row = tl.minimum(k // GROUP, GROUPS - 1) * PADDED + n
+    scale = tl.load(scales_ptr + row)
+    if KIND == "zero_point" or KIND == "minimum":
+        return scale, tl.load(offsets_ptr + row)
+    else:
+        return scale, scale
+
+
+@kernel
+def zero_of(offset, KIND: tl.constexpr):
+    """The code that stands for zero, float32."""
+    if KIND == "zero_point":
+        return offset.to(tl.float32)
+    elif KIND == "symmetric":
+        return tl.full(offset.shape, 8.0, tl.float32)
+    else:
+        return tl.full(offset.shape, 0.0, tl.float32)
+
+
+@kernel
+def int4_matmul_dot(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    book_ptr,
+    out_ptr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """out^T = W x^T on tensor cores, for BLOCK_N output features, BLOCK_M rows of x and a share of the inputs.
+
+    The words go through shared memory straight into the layout of tl.dot's large operand, where their four sets of
+    codes are unpacked. Scales enter once a segment (the part of a tile that shares a group), on the float32 sums.
+    Writes [SPLITS, M, N].
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = split * TILES // SPLITS
+    last = (split + 1) * TILES // SPLITS
+    inputs = tl.arange(0, WIDTH)
+    codes = tile_pointers(codes_ptr, tl.minimum(n, PADDED - 1), TILES, WIDTH)
+    rows = x_ptr + m.to(tl.int64)[None, :] * K + inputs[:, None]
+    n_stored = tl.minimum(n, PADDED - 1)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    scale, offset = scale_and_offset(scales_ptr, offsets_ptr, n_stored, first * 4 * WIDTH, PADDED, GROUP, GROUPS, KIND)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        words = tl.load(codes + tile * (16 * WIDTH), eviction_policy="evict_first")
+        for segment in tl.static_range(SEGMENTS):
+            k = tile * (4 * WIDTH) + segment * (4 * WIDTH // SEGMENTS)
+            # Those of the next segment are asked for now: they are too small for asynchronous copies.
+            next_scale, next_offset = scale_and_offset(
+                scales_ptr, offsets_ptr, n_stored, k + 4 * WIDTH // SEGMENTS, PADDED, GROUP, GROUPS, KIND
+            )
+            zero = zero_of(offset, KIND)[:, None]
+            product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            sums = tl.zeros((BLOCK_M,), tl.float32)
+            for part in tl.static_range(4 // SEGMENTS):
+                column = k + part * WIDTH
+                if K % (4 * WIDTH) == 0:
+                    if M % BLOCK_M == 0:
+                        x = tl.load(rows + column)
+                    else:
+                        x = tl.load(rows + column, mask=(m < M)[None, :], other=0.0)
+                else:
+                    inside = (m < M)[None, :] & (column + inputs < K)[:, None]
+                    x = tl.load(rows + column, mask=inside, other=0.0)
+                w = numbers(words, zero, book_ptr, segment * (4 // SEGMENTS) + part, KIND, dtype, ASM)
+                if dtype == tl.float32:
+                    product = tl.dot(w, x, product, input_precision="tf32x3")
+                else:
+                    product = tl.dot(w, x, product)
+                if KIND == "minimum":
+                    sums += tl.sum(x.to(tl.float32), 0)
+            acc += product * scale.to(tl.float32)[:, None]
+            if KIND == "minimum":
+                acc += offset.to(tl.float32)[:, None] * sums[None, :]
+            scale, offset = next_scale, next_offset
+    place = (split * M + m).to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+@kernel
+def pair_of(words, book_ptr, NIBBLE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Of words of two, the two codes of one nibble as float32: 128 + code, or the code book's entries."""
+    if KIND == "code_book":
+        low = entries(book_ptr, (words >> (4 * NIBBLE)) & 15, ASM)
+        return low, entries(book_ptr, (words >> (16 + 4 * NIBBLE)) & 15, ASM)
+    else:
+        # 0x4300 | code is 128 + code in bfloat16, whose bits are the upper half of a float32's.
+        if ASM:
+            both = tl.inline_asm_elementwise(
+                f"{{ .reg .b32 t; shr.u32 t, $1, {4 * NIBBLE}; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }}",
+                "=r,r",
+                [words],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            both = ((words >> (4 * NIBBLE)) & 0x000F000F) | 0x43004300
+        return (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+
+
+@kernel
+def int4_matmul_gemv(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    book_ptr,
+    out_ptr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """out = W x without tensor cores for M rows of x, up to 4: float32 multiply and add, one sum over lanes at the end.
+
+    Reads words by twos. Each thread keeps its own sums of BLOCK_N output features for its inputs; zero points and
+    minima enter once a segment, with the sums of x over the same inputs. Writes [SPLITS, M, N].
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    first = split * TILES // SPLITS
+    last = (split + 1) * TILES // SPLITS
+    PAIRS: tl.constexpr = WIDTH // 2
+    pairs = tl.arange(0, PAIRS)
+    n_stored = tl.minimum(n, PADDED - 1)
+    strips = (n_stored // 16).to(tl.int64) * (TILES * 16 * PAIRS) + (n_stored % 16) * PAIRS
+    codes = codes_ptr.to(tl.pointer_type(tl.int32)) + strips[:, None] + pairs[None, :]
+
+    acc0 = tl.zeros((BLOCK_N, PAIRS), tl.float32)
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    for tile in tl.range(first, last, num_stages=STAGES):
+        words = tl.load(codes + tile * (16 * PAIRS), eviction_policy="evict_first")
+        for segment in tl.static_range(SEGMENTS):
+            k = tile * (4 * WIDTH) + segment * (4 * WIDTH // SEGMENTS)
+            scale, offset = scale_and_offset(scales_ptr, offsets_ptr, n_stored, k, PADDED, GROUP, GROUPS, KIND)
+            product0 = tl.zeros((BLOCK_N, PAIRS), tl.float32)
+            product1 = product0
+            product2 = product0
+            product3 = product0
+            sums0 = tl.zeros((PAIRS,), tl.float32)
+            sums1 = sums0
+            sums2 = sums0
+            sums3 = sums0
+            for part in tl.static_range(4 // SEGMENTS):
+                low, high = pair_of(words, book_ptr, segment * (4 // SEGMENTS) + part, KIND, ASM)
+                column = k + part * WIDTH
+                product0, sums0 = add_row(product0, sums0, x_ptr, column, low, high, K, WIDTH)
+                if M > 1:
+                    product1, sums1 = add_row(product1, sums1, x_ptr + K, column, low, high, K, WIDTH)
+                if M > 2:
+                    product2, sums2 = add_row(product2, sums2, x_ptr + 2 * K, column, low, high, K, WIDTH)
+                if M > 3:
+                    product3, sums3 = add_row(product3, sums3, x_ptr + 3 * K, column, low, high, K, WIDTH)
+            scale32 = scale.to(tl.float32)
+            if KIND == "zero_point":
+                bias = scale32 * (-128.0 - offset.to(tl.float32))
+            elif KIND == "symmetric":
+                bias = scale32 * -136.0
+            elif KIND == "minimum":
+                bias = offset.to(tl.float32) - 128.0 * scale32
+            else:
+                bias = tl.zeros((BLOCK_N,), tl.float32)
+            acc0 += scale32[:, None] * product0 + bias[:, None] * sums0[None, :]
+            if M > 1:
+                acc1 += scale32[:, None] * product1 + bias[:, None] * sums1[None, :]
+            if M > 2:
+                acc2 += scale32[:, None] * product2 + bias[:, None] * sums2[None, :]
+            if M > 3:
+                acc3 += scale32[:, None] * product3 + bias[:, None] * sums3[None, :]
+    out = out_ptr + split.to(tl.int64) * (M * N) + n
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    tl.store(out, tl.sum(acc0, 1).to(dtype), mask=n < N)
+    if M > 1:
+        tl.store(out + N, tl.sum(acc1, 1).to(dtype), mask=n < N)
+    if M > 2:
+        tl.store(out + 2 * N, tl.sum(acc2, 1).to(dtype), mask=n < N)
+    if M > 3:
+        tl.store(out + 3 * N, tl.sum(acc3, 1).to(dtype), mask=n < N)
+
+
+@kernel
+def add_row(product, sums, row_ptr, column, low, high, K: tl.constexpr, WIDTH: tl.constexpr):
+    """Adds a row of x, WIDTH inputs from `column` on, times the pairs of codes; and these inputs themselves."""
+    if K % (4 * WIDTH) == 0:
+        x = tl.load(row_ptr + column + tl.arange(0, WIDTH))
+    else:
+        x = tl.load(row_ptr + column + tl.arange(0, WIDTH), mask=column + tl.arange(0, WIDTH) < K, other=0.0)
+    x_low, x_high = tl.split(tl.reshape(x.to(tl.float32), (WIDTH // 2, 2)))
+    product += x_low[None, :] * low
+    product += x_high[None, :] * high
+    return product, sums + (x_low + x_high)
+
+
+@kernel
+def int4_dequantize(
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    book_ptr,
+    out_ptr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    KIND: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Writes the values of one tile of one strip to out [N, K], computed in float32 and rounded once."""
+    tile = tl.program_id(0)
+    n = tl.program_id(1) * 16 + tl.arange(0, 16)
+    words = tl.load(tile_pointers(codes_ptr, n, TILES, WIDTH) + tile * (16 * WIDTH))
+    for part in tl.static_range(4):
+        k = tile * (4 * WIDTH) + part * WIDTH
+        scale, offset = scale_and_offset(scales_ptr, offsets_ptr, n, k, PADDED, GROUP, GROUPS, KIND)
+        zero = zero_of(offset, KIND)[:, None]
+        values = numbers(words, zero, book_ptr, part, KIND, tl.float32, ASM) * scale.to(tl.float32)[:, None]
+        if KIND == "minimum":
+            values += offset.to(tl.float32)[:, None]
+        column = k + tl.arange(0, WIDTH)
+        place = n.to(tl.int64)[:, None] * K + column[None, :]
+        tl.store(out_ptr + place, values.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (column < K)[None, :])

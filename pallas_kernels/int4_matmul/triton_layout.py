@@ -1,0 +1,65 @@
+"""The order of bits that the Triton kernels read: 16-bit words whose four codes lie a quarter of a tile apart.
+
+Functions on arrays, NumPy or JAX; `packing.to_triton` applies them to a weight.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+STRIP = 16
+"""Output features that are stored together."""
+CODES = 4
+"""Codes of a word."""
+
+
+def tile_width(group_size: int, num_groups: int) -> int:
+    """Words of one output feature in a tile. Each of the tile's four sets of codes must lie in one group."""
+    return 16 if num_groups > 1 and group_size % 32 else 32
+
+
+def pack(codes: Any, width: int) -> Any:
+    """uint8[out, in], one code a byte, -> int16[strips, tiles, 16, width].
+
+    A tile is 16 output features by 4 * width inputs; input `q * width + w` of a tile is nibble q of word w:
+
+        bits    0-3    4-7        8-11           12-15
+        input   w      w + width  w + 2 * width  w + 3 * width
+
+    so the q-th nibbles of `width` neighbouring words are `width` neighbouring inputs: unpacking needs no shuffle, and
+    two neighbouring words in a register give two neighbouring inputs. A row of a tile is 64 bytes (32 where groups have
+    16 inputs), a tile is contiguous, and so is a strip. Padded codes are 0.
+    """
+    xp = codes.__array_namespace__()
+    out_features, in_features = codes.shape
+    codes = xp.pad(codes, ((0, -out_features % STRIP), (0, -in_features % (CODES * width))))
+    strips, tiles = codes.shape[0] // STRIP, codes.shape[1] // (CODES * width)
+    # Axes: strip, row, tile, nibble, word.
+    nibbles = codes.reshape(strips, STRIP, tiles, CODES, width).transpose(0, 2, 1, 4, 3)
+    words = xp.zeros(nibbles.shape[:-1], xp.uint16)
+    for q in range(CODES):
+        words = words | (nibbles[..., q].astype(xp.uint16) << xp.uint16(4 * q))
+    return _bits(words, jnp.int16)
+
+
+def unpack(words: Any, shape: tuple[int, int]) -> Any:
+    """Undoes `pack`: uint8[out, in], one code a byte."""
+    xp = words.__array_namespace__()
+    strips, tiles, _, width = words.shape
+    words = _bits(words, jnp.uint16)
+    nibbles = xp.stack([(words >> xp.uint16(4 * q)) & xp.uint16(15) for q in range(CODES)], axis=-2).astype(xp.uint8)
+    # Axes: strip, tile, row, nibble, word.
+    codes = nibbles.transpose(0, 2, 1, 3, 4).reshape(strips * STRIP, tiles * CODES * width)
+    return codes[: shape[0], : shape[1]]
+
+
+def by_group(values: Any) -> Any:
+    """Scales or offsets [out, groups] as the kernels read them, [groups, 16 * strips], padded with 0."""
+    xp = values.__array_namespace__()
+    return xp.pad(values, ((0, -values.shape[0] % STRIP), (0, 0))).T.copy()
+
+
+def _bits(array: Any, dtype: Any) -> Any:
+    return lax.bitcast_convert_type(array, dtype) if isinstance(array, jax.Array) else array.view(dtype)

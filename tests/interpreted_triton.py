@@ -1,0 +1,119 @@
+"""Runs Triton kernels on NumPy arrays, without a GPU, by Triton's own interpreter in a process of its own.
+
+A kernel is interpreted or compiled according to the environment when triton is imported, so one process cannot do both.
+"""
+
+import concurrent.futures
+import contextlib
+import importlib
+import multiprocessing
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@contextlib.contextmanager
+def interpreter() -> Iterator[Any]:
+    """Gives a function that does what `triton_backend.call` does, outside of jit."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context, initializer=_start) as worker:
+
+        def call(
+            kernel: Any,
+            *inputs: jax.Array,
+            out_type: list[Any],
+            grid: tuple[int, ...],
+            num_warps: int,
+            num_stages: int,
+            **constants: Any,
+        ) -> list[jax.Array]:
+            del num_warps, num_stages
+            function = kernel.fn
+            arrays = [np.asarray(x) for x in inputs]
+            shapes = [(out.shape, np.dtype(out.dtype)) for out in out_type]
+            # The interpreter knows no assembly.
+            job = worker.submit(_run, function.__module__, function.__name__, arrays, shapes, grid, constants | NO_ASM)
+            return [jnp.asarray(out) for out in job.result()]
+
+        yield call
+
+
+NO_ASM = {"ASM": False}
+
+
+def _start() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        """As the interpreter has it, but for NumPy from 2.5 on, where int() takes no array of one element."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        """With operands as the numbers they are: the interpreter keeps bfloat16 as its bits, and multiplies those."""
+        return interpreter.TensorHandle(_numbers(a.data) @ _numbers(b.data) + d.data, d.dtype.scalar)
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _numbers(data: np.ndarray) -> np.ndarray:
+    return (data.astype(np.uint32) << 16).view(np.float32) if data.dtype == np.uint16 else data.astype(np.float32)
+
+
+def _run(
+    module: str,
+    name: str,
+    inputs: list[np.ndarray],
+    shapes: list[tuple[tuple[int, ...], np.dtype]],
+    grid: tuple[int, ...],
+    constants: dict[str, Any],
+) -> list[np.ndarray]:
+    """Outputs start out as NaN, so that what a kernel leaves out, or reads before it writes, shows."""
+    kernel = getattr(importlib.import_module(module), name)
+    outputs = [np.full(shape, np.nan, dtype) for shape, dtype in shapes]
+    known = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    kernel[grid](*[Tensor(x) for x in (*inputs, *outputs)], **known)
+    return outputs
+
+
+class Tensor:
+    """As much of a torch tensor as the interpreter uses. It copies arguments to the host and back: here, nowhere."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = np.ascontiguousarray(array)
+        assert array.size == 0 or np.shares_memory(array, self.array), "the kernel would write to a copy"
+        self.dtype = array.dtype
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "Tensor":
+        return self
+
+    def cpu(self) -> "Tensor":
+        return self
+
+    def new_empty(self, size: int, device: str) -> "Tensor":
+        del size, device
+        return self
+
+    def set_(self, *_: Any) -> None: ...
+
+    def copy_(self, _: "Tensor") -> None: ...
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return self.array.strides

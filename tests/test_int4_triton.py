@@ -1,0 +1,267 @@
+"""The Triton kernels of the INT4 product: interpreted on NumPy, compiled for the cards they are meant for, on the GPU.
+
+Opt-in: the first two run where triton and jax-triton are installed (`pip install jaxinfer[triton]`), without a GPU.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from test_int4_matmul import SHAPES, error, make, tokens
+
+from pallas_kernels import triton_backend
+from pallas_kernels.int4_matmul import PackedInt4, from_codes, int4_matmul, to_triton, triton_matmul, triton_tuning
+from pallas_kernels.int4_matmul.triton_tuning import Schedule, schedule_for
+from tests.interpreted_triton import interpreter
+from tests.paged_attention_cases import lower_for_cuda
+
+BF16, F32 = ml_dtypes.bfloat16, np.dtype(np.float32)
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("jax_triton") is None, reason="needs the optional extra: pip install jaxinfer[triton]"
+)
+DOT, GEMV = Schedule(32, 8, 4, 3, splits=2), Schedule(32, 0, 4, 3, splits=2)
+BOOK = np.array(
+    [-1, -0.7, -0.53, -0.39, -0.28, -0.18, -0.09, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1], np.float32
+)
+
+
+def make_with_book(out_features: int, in_features: int, group_size: int) -> tuple[PackedInt4, np.ndarray]:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (out_features, in_features), dtype=np.uint8)
+    scales = rng.uniform(0.5, 1.5, (out_features, -(-in_features // group_size))).astype(BF16)
+    values = np.repeat(scales.astype(np.float64), group_size, 1)[:, :in_features] * BOOK.astype(np.float64)[codes]
+    return from_codes(codes, scales, group_size=group_size, book=BOOK), values
+
+
+def case(out_features: int, in_features: int, group_size: int, kind: str, dtype: type = BF16):
+    if kind == "code_book":
+        return make_with_book(out_features, in_features, group_size)
+    return make(out_features, in_features, group_size, kind, dtype)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Any]:
+    with interpreter() as call:
+        yield call
+
+
+@pytest.fixture
+def interpreted(worker: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(triton_backend, "call", worker)
+    with jax.disable_jit():
+        yield
+
+
+# Group sizes of one, two and four segments, a shorter last group, one group; out_features and in_features of no tile.
+CASES = [
+    (1, 24, 64, 32, "symmetric", BF16),
+    (3, 72, 192, 64, "zero_point", BF16),
+    (16, 40, 576, 128, "minimum", np.float32),
+    (4, 40, 576, 128, "zero_point", np.float16),
+    (5, 24, 160, 16, "zero_point", BF16),
+    (2, 24, 192, 96, "symmetric", np.float32),
+    (9, 17, 200, -1, "minimum", BF16),
+    (2, 16, 512, 256, "zero_point", BF16),
+    (3, 33, 130, 64, "code_book", BF16),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("rows", "out_features", "in_features", "group_size", "kind", "dtype"), CASES)
+@pytest.mark.parametrize("schedule", [DOT, GEMV], ids=["dot", "gemv"])
+def test_kernels_interpreted(interpreted, schedule, rows, out_features, in_features, group_size, kind, dtype) -> None:
+    if schedule is GEMV:
+        rows = min(rows, triton_tuning.GEMV_ROWS)
+    weight, values = case(out_features, in_features, group_size, kind, dtype)
+    packed = jax.tree.map(jnp.asarray, to_triton(weight))
+    for x_dtype in (BF16, np.float16 if rows % 2 else np.float32):
+        x = tokens(rows, in_features).astype(x_dtype)
+        out = triton_matmul.int4_matmul(jnp.asarray(x), packed, out_dtype=F32, schedule=schedule)
+        # A code book is rounded to x's dtype, as the reference does with the whole weight.
+        rounding = {2: 3e-3 if kind == "code_book" and schedule is DOT else 0, 4: 0}[x.dtype.itemsize]
+        assert error(np.asarray(out), x, values) < max(rounding, 2e-6)
+
+
+@needs_triton
+def test_rows_beyond_a_block_and_results_of_16_bits_interpreted(interpreted) -> None:
+    weight, values = make(40, 256, 128, "zero_point")
+    x = tokens(19, 256)
+    schedule = dataclasses.replace(DOT, splits=1)
+    out = triton_matmul.int4_matmul(
+        jnp.asarray(x),
+        jax.tree.map(jnp.asarray, to_triton(weight)),
+        out_dtype=jnp.dtype(jnp.bfloat16),
+        schedule=schedule,
+    )
+    assert out.dtype == jnp.bfloat16
+    assert error(np.asarray(out), x, values) < 6e-3  # the interpreter cuts off where the card rounds
+
+
+@needs_triton
+@pytest.mark.parametrize(("out_features", "in_features", "group_size", "kind"), [c[1:5] for c in CASES])
+def test_dequantize_interpreted(interpreted, out_features, in_features, group_size, kind) -> None:
+    weight, values = case(out_features, in_features, group_size, kind)
+    packed = jax.tree.map(jnp.asarray, to_triton(weight))
+    np.testing.assert_allclose(triton_matmul.dequantize(packed, jnp.float32), values, rtol=3e-7, atol=3e-7)
+
+
+def abstract(out_features: int, in_features: int, group_size: int, kind: str) -> PackedInt4:
+    """A weight of the triton layout without its numbers."""
+    weight = jax.eval_shape(lambda: to_triton(jax.tree.map(jnp.asarray, case(16, in_features, group_size, kind)[0])))
+    strips = -(-out_features // 16)
+    codes = jax.ShapeDtypeStruct((strips, *weight.codes.shape[1:]), jnp.int16)
+    scales, offsets = (
+        None if a is None else jax.ShapeDtypeStruct((a.shape[0], 16 * strips), a.dtype)
+        for a in (weight.scales, weight.offsets)
+    )
+    return dataclasses.replace(weight, codes=codes, scales=scales, offsets=offsets, shape=(out_features, in_features))
+
+
+COMPILED = [
+    (1, 14336, 4096, 128, "zero_point", jnp.bfloat16),
+    (8, 14336, 4096, 128, "zero_point", jnp.bfloat16),
+    (16, 4096, 14336, 128, "symmetric", jnp.float16),
+    (32, 576, 1536, 32, "minimum", jnp.bfloat16),
+    (64, 14336, 4096, 128, "zero_point", jnp.bfloat16),
+    (4, 1536, 576, 16, "minimum", jnp.float32),
+    (7, 72, 192, 64, "code_book", jnp.float16),
+    (300, 4096, 4096, 128, "zero_point", jnp.bfloat16),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 86, 89, 90])
+@pytest.mark.parametrize(("rows", "out_features", "in_features", "group_size", "kind", "dtype"), COMPILED)
+def test_compiles_for(capability, rows, out_features, in_features, group_size, kind, dtype, monkeypatch) -> None:
+    """Through jax-triton down to PTX, which needs the CUDA plugin of JAX but no GPU."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None and importlib.util.find_spec("jax_cuda12_plugin") is None:
+        pytest.skip("needs the CUDA build of JAX: pip install jaxinfer[cuda13]")
+    compile_for(capability, monkeypatch)
+    x = jax.ShapeDtypeStruct((rows, in_features), dtype)
+    text = lower_for_cuda(
+        functools.partial(triton_matmul.int4_matmul, out_dtype=jnp.dtype(dtype)),
+        x,
+        abstract(out_features, in_features, group_size, kind),
+    )
+    assert text.count("@triton_kernel_call") == 1
+
+
+def compile_for(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes jax-triton compile for a card that is not there."""
+    import jax_triton
+
+    call = functools.partial(jax_triton.triton_call, compute_capability=capability)
+    monkeypatch.setattr(jax_triton, "triton_call", call)
+    monkeypatch.setattr(triton_backend, "multiprocessors", lambda: 108)
+    monkeypatch.setattr(triton_backend, "capability", lambda: f"{capability // 10}.{capability % 10}")
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_features", "tiles", "card", "expected"),
+    [
+        (8, 14336, 32, (132, "9.0"), Schedule(128, 8, 4, 4, splits=4)),  # 112 x 4 blocks on 132 x 4 places
+        (8, 4096, 112, (132, "9.0"), Schedule(128, 8, 4, 4, splits=16)),
+        (8, 4096, 32, (108, "8.0"), Schedule(128, 8, 4, 4, splits=8)),  # four tiles each
+        (16, 14336, 32, (128, "8.9"), Schedule(128, 16, 4, 4, splits=2)),
+        (64, 14336, 32, (132, "9.0"), Schedule(128, 64, 8, 3, splits=2)),
+        (200, 14336, 32, (132, "9.0"), Schedule(128, 64, 8, 3, splits=1)),
+        (1, 64, 1, (82, "8.6"), Schedule(128, 8, 4, 4, splits=1)),
+    ],
+)
+def test_schedules_fill_the_card_once(rows, out_features, tiles, card, expected) -> None:
+    multiprocessors, capability = card
+    options = {"multiprocessors": multiprocessors, "capability": capability}
+    assert schedule_for(rows, out_features, tiles, exact=False, **options) == expected
+    if rows <= 4:
+        assert schedule_for(rows, out_features, tiles, exact=True, **options).kernel == "gemv"
+
+
+def test_explain_says_why_not_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = to_triton(make(24, 64, 32, "symmetric")[0])
+
+    def reason(weight: PackedInt4 = weight, x: jax.Array | None = None) -> str:
+        x = jnp.zeros((4, 64), jnp.bfloat16) if x is None else x
+        return int4_matmul(x, weight, explain=True)[1].reason
+
+    class Device:
+        core_count = 108
+
+        def __init__(self, capability: str) -> None:
+            self.compute_capability = capability
+
+    def install(**versions: str) -> None:
+        def version(package: str) -> str:
+            if package.replace("-", "_") not in versions:
+                raise importlib.metadata.PackageNotFoundError(package)
+            return versions[package.replace("-", "_")]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        triton_backend.package_refusal.cache_clear()
+
+    assert reason() == "this process has no GPU"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device("8.6")])
+    install()
+    assert reason() == "jax-triton is not installed: pip install jaxinfer[triton]"
+    install(jax_triton="0.4.1", triton="3.6.0")
+    assert reason() == "jax-triton 0.4.1 needs triton 3.7 or 3.8, not 3.6.0: pip install 'jax-triton==0.3.1'"
+    for jax_triton, triton in (("0.3.1", "3.6.0"), ("0.4.1", "3.8.0")):
+        install(jax_triton=jax_triton, triton=triton)
+        assert reason() == "the first that supports this call"
+    assert "it reads weights of the triton layout, not canonical; repack with to_triton" in reason(
+        make(24, 64, 32, "symmetric")[0]
+    )
+    odd = to_triton(make(24, 72, 24, "symmetric")[0])
+    assert "groups of 16 or a multiple of 32, or one group, not 24" in reason(odd, jnp.zeros((4, 72), jnp.bfloat16))
+    monkeypatch.setattr(jax, "devices", lambda: [Device("7.5")])
+    assert "needs compute capability 8.0 (A100, RTX 30 series) or later, not 7.5" in reason()
+    monkeypatch.setattr(jax, "devices", lambda: [Device("gfx942")])
+    assert "it is written for NVIDIA GPUs" in reason()
+    triton_backend.package_refusal.cache_clear()
+
+
+GPU_SHAPES = [
+    *SHAPES,
+    (3, 72, 576, 16, "zero_point"),
+    (64, 576, 1536, 96, "minimum"),
+    (5, 96, 320, 64, "code_book"),
+    (200, 192, 576, 128, "zero_point"),
+    (300, 192, 576, 32, "minimum"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "out_features", "in_features", "group_size", "kind"), GPU_SHAPES)
+def test_triton_on_the_gpu(rows, out_features, in_features, group_size, kind) -> None:
+    weight, values = case(out_features, in_features, group_size, kind)
+    packed = jax.tree.map(jnp.asarray, to_triton(weight))
+    product = jax.jit(lambda x, w: int4_matmul(x, w, backend="triton", out_dtype=jnp.float32))
+    for dtype in (BF16, np.float16, np.float32):
+        x = tokens(rows, in_features).astype(dtype)
+        outs = [np.asarray(product(jnp.asarray(x), packed)) for _ in range(3)]
+        # Beyond FUSED_ROWS the weight is rounded to x's dtype, and so is a code book.
+        rounded = dtype != np.float32 and (rows > triton_matmul.FUSED_ROWS or kind == "code_book")
+        tolerance = 3e-3 if rounded else 1e-3 if rows > triton_matmul.FUSED_ROWS else 1e-5
+        assert error(outs[0], x, values) < tolerance, dtype
+        assert all(np.array_equal(outs[0], out) for out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", [GEMV, *(schedule for schedule, _ in triton_tuning.DOT.values())])
+def test_every_schedule_on_the_gpu(schedule: Schedule) -> None:
+    weight, values = make(1440, 1536, 128, "zero_point")
+    packed = jax.tree.map(jnp.asarray, to_triton(weight))
+    x = tokens(4 if schedule.kernel == "gemv" else schedule.block_m, 1536)
+    for splits in (1, 3):
+        used = dataclasses.replace(schedule, splits=splits)
+        out = triton_matmul.int4_matmul(jnp.asarray(x), packed, out_dtype=F32, schedule=used)
+        assert error(np.asarray(out), x, values) < 3e-6
