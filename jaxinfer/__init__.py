@@ -12,6 +12,9 @@ if typing.TYPE_CHECKING:
     from checkpoints.errors import CheckpointError as CheckpointError
     from checkpoints.pull import pull as pull
     from jaxinfer.config import ModelConfig as ModelConfig
+    from jaxinfer.engine.config import EngineConfig as EngineConfig
+    from jaxinfer.engine.engine import Engine as Engine
+    from jaxinfer.engine.metrics import EngineMetrics as EngineMetrics
     from jaxinfer.generation import generate as generate
     from jaxinfer.generation import logits as logits
     from jaxinfer.generation import stream as stream
@@ -40,6 +43,9 @@ _MODULES = {
     "CheckpointError": "checkpoints.errors",
     "Completion": "jaxinfer.outputs",
     "Delta": "jaxinfer.outputs",
+    "Engine": "jaxinfer.engine.engine",
+    "EngineConfig": "jaxinfer.engine.config",
+    "EngineMetrics": "jaxinfer.engine.metrics",
     "Logprob": "jaxinfer.sampling_logprobs",
     "Model": "jaxinfer.model",
     "ModelConfig": "jaxinfer.config",

@@ -110,7 +110,7 @@ def load(
         raise ValueError(f"random_weights={random_weights!r}: a seed is an integer from 0 to 2**32 - 1")
     enable_persistent_cache()
     weights_dtype = weights_dtype_for(dtype)
-    progress = _is_watched() if progress is None else progress
+    progress = is_watched() if progress is None else progress
     path = _resolve(path_or_name, progress)
     name = os.fspath(path_or_name)
     if path.is_dir():
@@ -134,7 +134,7 @@ def inspect(path_or_name: str | os.PathLike[str], *, progress: bool | None = Non
 
     A folder with a config.json and no weights will do; it has no tensors.
     """
-    path = _resolve(path_or_name, _is_watched() if progress is None else progress)
+    path = _resolve(path_or_name, is_watched() if progress is None else progress)
     if not path.is_dir():
         with contextlib.closing(GGUFFile(path)) as checkpoint:
             return Description(path, *_read_gguf(checkpoint), dict(checkpoint.tensors))
@@ -172,7 +172,7 @@ def _check_memory(config: ModelConfig, dtype: jnp.dtype, packed: bool, name: str
         )
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether somebody sees a progress bar: in a log file it would be a line of carriage returns."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 

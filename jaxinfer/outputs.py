@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxinfer.sampling_logprobs import Logprob
 
-type FinishReason = Literal["stop", "length", "error"]
+type FinishReason = Literal["stop", "length", "error", "abort"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,9 +13,10 @@ class Completion:
     """One continuation of a prompt.
 
     `finish_reason` is "stop" (an end-of-text or stop id, or a stop string), "length" (`max_tokens` or the end of the
-    context) or "error" (the model's logits were not finite); `stop_reason` is the stop string or stop token id that
-    matched, None for the model's own end-of-text, or what went wrong. `token_ids` includes the id that ended it, `text`
-    does not. `logprobs` has one table for each token if they were asked for: token id to `Logprob`.
+    context), "error" (the model's logits were not finite) or "abort" (it was taken back from an engine); `stop_reason`
+    is the stop string or stop token id that matched, None for the model's own end-of-text, or what went wrong.
+    `token_ids` includes the id that ended it, `text` does not. `logprobs` has one table for each token if they were
+    asked for: token id to `Logprob`.
     """
 
     token_ids: tuple[int, ...]
@@ -69,7 +70,7 @@ class Delta:
     """New tokens of one completion, as they come. `text` is what became certain with them, often empty.
 
     Joined over a stream, `text` and `token_ids` are those of the `Completion`. The last delta of a completion has a
-    `finish_reason`.
+    `finish_reason`. `request_id` says whose it is where requests have ids: in an engine.
     """
 
     prompt_index: int
@@ -79,3 +80,4 @@ class Delta:
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    request_id: str | None = None

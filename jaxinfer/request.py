@@ -183,6 +183,22 @@ class Request:
             stop_reason=self.stop_reason,
         )
 
+    def end(self, reason: FinishReason, stop_reason: str | None) -> Delta:
+        """Ends the completion from outside, and returns the news: text held back so far, and the reason."""
+        if self.finished:
+            raise ValueError(f"the completion has ended already ({self.finish_reason})")
+        self._finish(reason, stop_reason)
+        text = "" if self.stream is None else self.stream.finish()
+        return Delta(
+            prompt_index=self.prompt_index,
+            sample_index=self.sample_index,
+            token_ids=(),
+            text=text,
+            logprobs=None if self.params.logprobs is None else (),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
 

@@ -1,0 +1,183 @@
+"""EngineConfig: what a user can set; Settings: what it comes to for one model on one device."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer import kv_cache
+from jaxinfer.engine.layout import SamplerLayout
+from jaxinfer.engine.scheduler import DecodeOrder, Policy, Rules
+from jaxinfer.memory import free_device_bytes, free_host_bytes
+from jaxinfer.model import Model
+from jaxinfer.sampling_params import SamplingParams
+from pallas_kernels.dispatch import hopper_refusal
+
+CPU_POOL_BYTES = 2 * 2**30
+"""Most that a CPU's pool takes by default: zeroing more would delay the first token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine. None: chosen for the device, in parentheses (GPU; CPU). Raises ValueError for bad ones."""
+
+    max_decode_batch: int | None = None
+    """Sequences in one decode chunk (256; 16)."""
+    max_sequences: int | None = None
+    """Sequences that hold pages at once (`max_decode_batch`). More than that take turns in `decode_order`."""
+    max_context: int | None = None
+    """Longest prompt and output of a request in tokens, without the last (the model's, or what the pool holds)."""
+    num_pages: int | None = None
+    """Pages of the pool, the scratch page included (as many as `memory_fraction` allows)."""
+    memory_fraction: float = 0.9
+    """Share of the free device memory, less room for activations, that the pool takes."""
+    page_size: int = 16
+    """Tokens of a page; the GPU's kernels need a multiple of 16."""
+    max_prefill_tokens: int | None = None
+    """Tokens of prompts computed in one round, padding included (8192; 1024)."""
+    prefill_lengths: tuple[int, ...] | None = None
+    """Lengths to which pieces of prompts are padded, multiples of 64; longer prompts go in pieces of the longest."""
+    prefill_rows: tuple[int, ...] = (1, 4)
+    """Numbers of pieces of one length computed in one call."""
+    decode_rows: tuple[int, ...] | None = None
+    """Numbers of rows that decode programs exist for; the largest is `max_decode_batch`."""
+    decode_chunk: int | None = None
+    """Decode steps in one program (16; 4): the host admits, stops and streams between chunks."""
+    decode_stall_tokens: int | None = None
+    """Prefill tokens that may pass between two decode chunks while somebody reads along (2048; 512)."""
+    decode_stall_ms: float | None = None
+    """The same bound in milliseconds, turned into tokens at the prefill rate measured while serving."""
+    decode_order: DecodeOrder = "shortest"
+    """Who decodes when there are more sequences than `max_decode_batch`: the shortest first, or the earliest."""
+    policy: Policy = "separate"
+    """"separate": prefill and decode are two queues with limits of their own. "mixed": one queue in which prompts go
+    first and decoding waits for them, as a baseline to measure against."""
+    prefix_cache: bool = True
+    """Keep pages of finished sequences and reuse them for prompts that begin the same."""
+    sampling: tuple[SamplingParams, ...] = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
+    """Examples of what will be asked for; `warmup` compiles for the needs of each. Others compile when they come."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_decode_batch",
+            "max_sequences",
+            "max_context",
+            "page_size",
+            "max_prefill_tokens",
+            "decode_chunk",
+            "decode_stall_tokens",
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}; expected an integer of at least 1")
+        for name in ("prefill_lengths", "prefill_rows", "decode_rows"):
+            value = getattr(self, name)
+            if value is not None and (not value or list(value) != sorted(set(value)) or value[0] < 1):
+                raise ValueError(f"{name}={value!r}; expected ascending integers of at least 1")
+        if self.num_pages is not None and self.num_pages < 2:
+            raise ValueError(f"num_pages={self.num_pages}: page 0 is scratch, so a pool needs at least 2 pages")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={self.memory_fraction!r}; expected a number in (0, 1]")
+        if self.decode_stall_ms is not None and not self.decode_stall_ms > 0:
+            raise ValueError(f"decode_stall_ms={self.decode_stall_ms!r}; expected a number above 0")
+        for name, kind in (("decode_order", DecodeOrder), ("policy", Policy)):
+            known = typing.get_args(kind.__value__)
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(known)}")
+        if not self.sampling or not all(isinstance(row, SamplingParams) for row in self.sampling):
+            raise ValueError(
+                "sampling is empty or holds something else; give at least one SamplingParams as an example"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A configuration with every value settled."""
+
+    rules: Rules
+    num_pages: int
+    max_context: int
+    """Most tokens of a request in the cache: its prompt and all of its output but the last token."""
+    prefill_rows: tuple[int, ...]
+    decode_rows: tuple[int, ...]
+    page_widths: tuple[int, ...]
+    """Widths of page tables that decode programs exist for, ascending; prefill has the last."""
+    layouts: tuple[SamplerLayout, ...]
+
+
+def settle(config: EngineConfig, model: Model) -> Settings:
+    """Chooses what the configuration leaves open. Raises ValueError for a pool that is too small or does not fit."""
+    on_cpu = jax.default_backend() == "cpu"
+    batch = config.max_decode_batch or (16 if on_cpu else 256)
+    sequences = config.max_sequences or batch
+    tokens = config.max_prefill_tokens or (1024 if on_cpu else 8192)
+    decode_rows = config.decode_rows or (_ladder(1, 4, batch) if on_cpu else tuple(sorted({1, *_ladder(8, 2, batch)})))
+    if decode_rows[-1] < min(batch, sequences):
+        raise ValueError(f"decode_rows={decode_rows}: the largest is below max_decode_batch={batch}")
+    lengths = config.prefill_lengths or _prefill_lengths(tokens, on_cpu)
+    if lengths[0] > tokens:
+        raise ValueError(f"max_prefill_tokens={tokens} is below the shortest of prefill_lengths={lengths}")
+    lengths = tuple(length for length in lengths if length <= tokens)
+    page_bytes = kv_cache.bytes_per_token(model.config, model.dtype) * config.page_size
+    longest = min(model.config.max_position_embeddings, config.max_context or 2**31)
+    num_pages = config.num_pages
+    if num_pages is None:
+        budget = _pool_bytes(model, config.memory_fraction, tokens, batch)
+        num_pages = min(budget // page_bytes, 1 + sequences * -(-longest // config.page_size))
+        if num_pages < 2:
+            raise ValueError(f"{budget / 1e9:.3g} GB are left for the KV cache, less than a page; use a smaller model")
+    longest = min(longest, (num_pages - 1) * config.page_size)
+    if config.max_context is not None and longest < min(config.max_context, model.config.max_position_embeddings):
+        raise ValueError(
+            f"max_context={config.max_context} needs more than the {num_pages} pages of {config.page_size} tokens "
+            "that there are; lower it, or raise num_pages or memory_fraction"
+        )
+    widest = -(-longest // config.page_size)
+    # Where a kernel reads no more pages than a row has, a wide table costs nothing and one program serves all.
+    reads_lengths = model.dtype == jnp.bfloat16 and hopper_refusal() is None
+    widths = (widest,) if reads_lengths else _ladder(16, 4, widest)
+    rules = Rules(
+        page_size=config.page_size,
+        max_sequences=sequences,
+        max_decode_batch=min(batch, sequences),
+        decode_chunk=config.decode_chunk or (4 if on_cpu else 16),
+        max_prefill_tokens=tokens,
+        prefill_lengths=lengths,
+        stall_tokens=config.decode_stall_tokens or (512 if on_cpu else 2048),
+        decode_order=config.decode_order,
+        policy=config.policy,
+    )
+    layouts = tuple(dict.fromkeys(SamplerLayout.required(row, model.config) for row in config.sampling))
+    return Settings(rules, num_pages, longest, config.prefill_rows, decode_rows, widths, layouts)
+
+
+def _ladder(first: int, factor: int, last: int) -> tuple[int, ...]:
+    """`first` times powers of `factor` as long as they are below `last`, then `last`."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return (*sizes, last)
+
+
+def _prefill_lengths(max_tokens: int, on_cpu: bool) -> tuple[int, ...]:
+    """Powers of two from 64 and, where padding costs more than a program, their halfway points."""
+    longest = min(512 if on_cpu else 2048, max_tokens)
+    lengths = {min(longest, 64)}
+    for power in range(6, longest.bit_length()):
+        size = 1 << power
+        lengths |= {size, size * 3 // 2} if size >= 128 and not on_cpu else {size}
+    return tuple(sorted(length for length in lengths if length <= longest))
+
+
+def _pool_bytes(model: Model, fraction: float, prefill_tokens: int, batch: int) -> int:
+    """Bytes that the pool may take."""
+    free = free_device_bytes()
+    if free is None:
+        return int(min(fraction * free_host_bytes() / 2, CPU_POOL_BYTES))
+    config = model.config
+    widest = 2 * config.intermediate_size + 6 * config.hidden_size + 4 * config.num_heads * config.head_dim
+    activations = 2 * prefill_tokens * widest * model.dtype.itemsize
+    sampler = 6 * 4 * batch * config.vocab_size
+    return max(0, int(fraction * (free - activations - sampler)))

@@ -1,0 +1,263 @@
+"""The engine's inside: unfinished requests, and the round that works on them."""
+
+import collections
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+import typing
+from collections.abc import Callable, Sequence
+
+from jaxinfer.engine.config import EngineConfig, Settings, settle
+from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError, RequestTooLong
+from jaxinfer.engine.layout import SamplerLayout
+from jaxinfer.engine.metrics import Clock, Meter
+from jaxinfer.engine.pages import PagePool
+from jaxinfer.engine.prefix_cache import PrefixCache
+from jaxinfer.engine.runner import Result, Runner, Work
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.generation import requests_for
+from jaxinfer.model import Model
+from jaxinfer.outputs import Delta, FinishReason, RequestOutput
+from jaxinfer.request import Request
+
+log = logging.getLogger("jaxinfer")
+
+type Callback = Callable[[Delta], object]
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """One request: its completions, and where its news goes."""
+
+    request_id: str
+    requests: list[Request]
+    interactive: bool
+    callback: Callback | None = None
+    mailbox: collections.deque[Delta] | None = None
+    """News for whoever submitted it and reads it here; without one it goes to `step`."""
+    clocks: list[Clock] = dataclasses.field(default_factory=list)
+    tracks: list[Track] = dataclasses.field(default_factory=list)
+    layout: SamplerLayout | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finished for request in self.requests)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            prompt_token_ids=self.requests[0].prompt,
+            completions=tuple(request.completion() for request in self.requests),
+            prompt_logprobs=self.requests[0].prompt_logprobs(),
+        )
+
+
+class EngineCore:
+    """State of an engine and what changes it. Every method but `__init__` expects the caller to hold `_lock`."""
+
+    def __init__(self, model: Model, config: EngineConfig | None = None) -> None:
+        """Allocates the pool. Raises ValueError for a configuration that does not fit the model or the device."""
+        self.config = config or EngineConfig()
+        self.settings: Settings = settle(self.config, model)
+        self._model: Model | None = model
+        self._runner: Runner | None = Runner(model, self.settings)
+        self._lock = threading.RLock()
+        self._meter = Meter()
+        self._jobs: dict[str, Job] = {}
+        """Unfinished requests, in order of arrival."""
+        self._owners: dict[Track, tuple[Job, int]] = {}
+        self._requests: dict[Track, Request] = {}
+        self._news: list[Delta] = []
+        self._numbers = itertools.count()
+        self._groups = itertools.count()
+        self._in_round = self._interrupted = False
+        self._in_flight: collections.deque[list[Work]] = collections.deque()
+        self._preemptions_before = 0
+        self._scheduler = self._new_scheduler()
+        rope_kinds = {layer.rope.kind for layer in model.config.layers if layer.rope is not None}
+        self._length_dependent = bool(rope_kinds & {"dynamic", "longrope"})
+        log.info("engine for %s: %s", model.name, self.settings)
+
+    # --- Requests
+
+    def _live(self) -> tuple[Model, Runner]:
+        if self._model is None or self._runner is None:
+            raise EngineClosed("the engine is closed; make a new one")
+        return self._model, self._runner
+
+    def _new_scheduler(self) -> Scheduler:
+        pool = PagePool(self.settings.num_pages)
+        prefixes = PrefixCache(pool, self.settings.rules.page_size) if self.config.prefix_cache else None
+        return Scheduler(self.settings.rules, pool, prefixes)
+
+    def _checked(self, prompts: typing.Any, params: typing.Any) -> list[Request]:
+        """Requests of all prompts, every one of which can run. Raises before anything is queued."""
+        model, _ = self._live()
+        requests = requests_for(model, prompts, params)
+        pool_tokens = (self.settings.num_pages - 1) * self.settings.rules.page_size
+        asked = min(model.config.max_position_embeddings, self.config.max_context or 2**31)
+        for request in requests:
+            length, where = len(request.prompt), f"prompt {request.prompt_index}"
+            if length > min(asked, pool_tokens):
+                limit = f"max_context={asked}" if asked <= pool_tokens else f"the pool's {pool_tokens} tokens"
+                raise RequestTooLong(f"{where} has {length} tokens, more than {limit}; shorten it or raise that")
+            request.max_tokens = min(request.max_tokens, asked - length + 1)
+            if length + request.max_tokens - 1 > pool_tokens:
+                if request.params.max_tokens is not None:
+                    raise RequestTooLong(
+                        f"{where} has {length} tokens, and max_tokens={request.params.max_tokens} more need more than "
+                        f"the pool's {pool_tokens} tokens; lower max_tokens or raise num_pages"
+                    )
+                request.max_tokens = pool_tokens - length + 1
+        return requests
+
+    def _open(self, requests: Sequence[Request], *, interactive: bool, num_kept: int | None = None) -> list[Job]:
+        """Queues checked requests, one job a prompt, with a mailbox each that keeps the last `num_kept` deltas."""
+        return [
+            self._enqueue(list(samples), None, interactive=interactive, mailbox=collections.deque(maxlen=num_kept))
+            for _, samples in itertools.groupby(requests, key=lambda request: request.prompt_index)
+        ]
+
+    def _enqueue(
+        self,
+        requests: list[Request],
+        request_id: str | None,
+        *,
+        interactive: bool,
+        callback: Callback | None = None,
+        mailbox: collections.deque[Delta] | None = None,
+    ) -> Job:
+        model, _ = self._live()
+        if request_id is None:
+            request_id = next(name for n in self._numbers if (name := f"request-{n}") not in self._jobs)
+        if request_id in self._jobs:
+            raise DuplicateRequest(f"request id {request_id!r} belongs to an unfinished request; choose another")
+        job = Job(request_id, requests, interactive, callback, mailbox)
+        job.layout = SamplerLayout.required(requests[0].params, model.config)
+        job.clocks = [Clock(time.perf_counter()) for _ in requests]
+        self._jobs[request_id] = job
+        self._meter.submitted += len(requests)
+        self._add_tracks(job)
+        return job
+
+    def _add_tracks(self, job: Job) -> None:
+        """Hands a job's unfinished completions to the scheduler, with what they have said so far."""
+        group = next(self._groups)
+        job.tracks = []
+        for index, request in enumerate(job.requests):
+            if request.finished:
+                continue
+            scored = request.params.prompt_logprobs is not None and index == 0
+            track = Track(
+                tokens=[*request.prompt, *request.token_ids],
+                num_prompt=len(request.prompt),
+                max_tokens=request.max_tokens,
+                group=group,
+                salt=len(request.prompt) + request.max_tokens if self._length_dependent else None,
+                interactive=job.interactive,
+                reuses=not scored or bool(request.token_ids),
+            )
+            job.tracks.append(track)
+            self._owners[track], self._requests[track] = (job, index), request
+            self._scheduler.add(track)
+
+    # --- The round
+
+    def _advance(self) -> None:
+        """One round: plan, dispatch, read what came before. The device always has something left to do meanwhile."""
+        _, runner = self._live()
+        if self._in_round:
+            raise EngineError("a callback asked the engine for a round; callbacks run in the middle of one")
+        if self._interrupted:
+            self._recover()
+        self._in_round = True
+        try:
+            self._set_stall_bound()
+            plan = self._scheduler.plan()
+            layouts = {self._owners[track][0].layout for track in self._scheduler.running}
+            works = runner.dispatch(plan, self._requests, [layout for layout in layouts if layout is not None])
+            # A round's decode chunk is read in the next round, first tokens before it at once: they are on their way.
+            later = works if not plan.decode else works[-1:]
+            now = works[: len(works) - len(later)]
+            if works:
+                self._in_flight.append(later)
+            for _ in range(len(self._in_flight) - bool(works)):
+                self._read(self._in_flight.popleft(), runner)
+            self._read(now, runner)
+        except BaseException:
+            self._interrupted = True
+            raise
+        finally:
+            self._in_round = False
+
+    def _read(self, works: Sequence[Work], runner: Runner) -> None:
+        """Waits for programs and hands out their results."""
+        for work in works:
+            for result in runner.read(work, self._requests):
+                self._take(result)
+            if work.kind != "first":
+                rows = sum(track is not None for track in work.rows)
+                self._meter.add_program(work.kind, work.dispatched, rows, len(work.rows), work.num_tokens)
+
+    def _take(self, result: Result) -> None:
+        track = result.sequence
+        owner = self._owners.get(track)
+        if owner is None:  # it ended while this was on its way
+            self._scheduler.read(track, [])
+            return
+        job, index = owner
+        request = job.requests[index]
+        request.prompt_tables += result.prompt_tables
+        delta = request.take(result.tokens, result.tables, result.failed)
+        self._scheduler.read(track, [] if delta is None else list(delta.token_ids))
+        if request.finished:
+            self._scheduler.finish(track, trusted=not result.failed)
+            del self._owners[track], self._requests[track]
+        if delta is not None:
+            self._deliver(job, index, delta)
+
+    def _deliver(self, job: Job, index: int, delta: Delta) -> None:
+        """Files the news of one completion, and calls the callback, whose failure ends this request only."""
+        delta = dataclasses.replace(delta, request_id=job.request_id)
+        self._meter.add_tokens(job.clocks[index], len(delta.token_ids))
+        if delta.finish_reason is not None:
+            self._meter.add_finished(job.clocks[index], delta.finish_reason)
+        (self._news if job.mailbox is None else job.mailbox).append(delta)
+        if job.finished:
+            self._jobs.pop(job.request_id, None)
+        if job.callback is not None:
+            try:
+                job.callback(delta)
+            except Exception as error:  # whatever a caller's function raises is that caller's misfortune
+                log.warning("the callback of request %r raised %r; the request ends", job.request_id, error)
+                job.callback = None
+                self._end_job(job, "error", f"the request's callback raised {error!r}")
+
+    def _end_job(self, job: Job, reason: FinishReason, detail: str | None) -> None:
+        """Ends every unfinished completion of a request from outside."""
+        for track in job.tracks:
+            owner = self._owners.pop(track, None)
+            if owner is None:
+                continue
+            del self._requests[track]
+            self._scheduler.finish(track)
+            self._deliver(job, owner[1], job.requests[owner[1]].end(reason, detail))
+
+    def _set_stall_bound(self) -> None:
+        if self.config.decode_stall_ms is not None and self._meter.prefill_rate is not None:
+            self._scheduler.stall_tokens = int(self.config.decode_stall_ms * 1e-3 * self._meter.prefill_rate)
+
+    def _recover(self) -> None:
+        """After an exception in a round: new memory, and everybody's tokens computed again up to where they were."""
+        _, runner = self._live()
+        self._in_flight.clear()
+        self._owners.clear()
+        self._requests.clear()
+        self._preemptions_before += self._scheduler.num_preemptions
+        self._scheduler = self._new_scheduler()
+        runner.reset()
+        for job in self._jobs.values():
+            self._add_tracks(job)
+        self._interrupted = False

@@ -1,0 +1,270 @@
+"""The engine: takes requests at any time, and works on all of them at once."""
+
+import asyncio
+import collections
+import os
+import time
+import typing
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+
+import jax
+from tqdm.auto import tqdm
+
+from jaxinfer.engine.core import Callback, EngineCore, Job
+from jaxinfer.engine.errors import UnknownRequest
+from jaxinfer.engine.metrics import EngineMetrics
+from jaxinfer.engine.sequence import Status
+from jaxinfer.engine.timeline import plot_timeline
+from jaxinfer.model import is_watched
+from jaxinfer.outputs import Delta, RequestOutput
+from jaxinfer.request import Prompt, Request
+from jaxinfer.sampling_params import SamplingParams
+
+if typing.TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Engine(EngineCore):
+    """Continuous batching on one device: prefill and decode as two kinds of work over one pool of cache pages.
+
+    `generate` and `stream` are those of the functional front door, with the same results; `submit`, `step` and `abort`
+    are for those who drive it themselves; `stream_async` for an event loop. All may be used at once and from several
+    threads. Use it as a context manager, or `close` it: the pool takes most of the device's free memory.
+    """
+
+    def __repr__(self) -> str:
+        if self._model is None:
+            return "Engine(closed)"
+        return f"Engine({self._model.name!r}, {self.settings.num_pages} pages, {len(self._jobs)} unfinished requests)"
+
+    # --- Driving it oneself
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished, or its last news not handed out by `step` yet."""
+        return bool(self._jobs or self._news)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        callback: Callback | None = None,
+    ) -> str:
+        """Queues a request and returns its id, which every `Delta` of it carries. Nothing runs before `step`.
+
+        `callback` is called with each delta of the request, which `step` returns all the same. If it raises, this
+        request ends with finish reason "error" and the exception as `stop_reason`. Raises ValueError for a bad prompt
+        or parameter, RequestTooLong, DuplicateRequest for an id that is in use, EngineClosed.
+        """
+        with self._lock:
+            requests = self._checked([prompt], params)
+            return self._enqueue(requests, request_id, interactive=True, callback=callback).request_id
+
+    def step(self) -> list[Delta]:
+        """Dispatches the next round of work, reads what came back, and returns the news of submitted requests.
+
+        Returns an empty list while results are still on their way; `while engine.has_work: engine.step()`. An exception
+        (an interrupt, memory running out) leaves the engine usable: unfinished requests are computed again.
+        """
+        with self._lock:
+            self._advance()
+            news, self._news = self._news, []
+            return news
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request: its last delta has finish reason "abort", its memory is free for the next round.
+
+        Raises UnknownRequest if no unfinished request has this id.
+        """
+        with self._lock:
+            self._live()
+            if request_id not in self._jobs:
+                raise UnknownRequest(f"no unfinished request has the id {request_id!r}; it may have ended already")
+            self._end_job(self._jobs[request_id], "abort", None)
+
+    # --- Batches and streams
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """As `jaxinfer.generate`, and with the same tokens: one RequestOutput a prompt, in order.
+
+        Prompts go first while nobody else reads along. `progress` shows a bar with the rates of prefill and decoding;
+        by default on a terminal and in a notebook. If it is interrupted, its requests are aborted.
+        """
+        shown = is_watched() if progress is None else progress
+        with self._lock:
+            jobs = self._open(self._checked(prompts, params), interactive=False, num_kept=0)
+        before = (self._meter.prompt_tokens, self._meter.output_tokens)
+        start = time.perf_counter()
+        try:
+            with tqdm(total=len(jobs), unit="request", desc="Generating", disable=not shown, leave=False) as bar:
+                unfinished = list(jobs)
+                while unfinished:
+                    with self._lock:
+                        self._advance()
+                    seconds = time.perf_counter() - start
+                    prefill = (self._meter.prompt_tokens - before[0]) / seconds
+                    decode = (self._meter.output_tokens - before[1]) / seconds
+                    bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
+                    still = [job for job in unfinished if not job.finished]
+                    bar.update(len(unfinished) - len(still))
+                    unfinished = still
+        finally:
+            self._abandon(jobs)
+        return [job.output() for job in jobs]
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+    ) -> Generator[Delta, None, None]:
+        """As `jaxinfer.stream`: yields a `Delta` whenever a completion has new tokens. Closing it aborts the rest.
+
+        Arguments are checked when this is called; requests are queued when the first delta is asked for.
+        """
+        with self._lock:
+            return self._follow(self._checked(prompts, params))
+
+    def stream_async(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+    ) -> AsyncGenerator[Delta, None]:
+        """`stream` for an event loop, which goes on while the device works; any number may run at once."""
+        with self._lock:
+            return self._follow_async(self._checked(prompts, params))
+
+    # --- Compilation, metrics, memory
+
+    def warmup(self, *, progress: bool | None = None, threads: int | None = None) -> None:
+        """Compiles every program that the configuration can need, in threads (default: one a core).
+
+        Afterwards nothing compiles while serving, unless a request needs a part of the sampler, or more listed
+        logprobs, that no example in `EngineConfig.sampling` has: `metrics().compilations_after_warmup` tells.
+        """
+        shown = is_watched() if progress is None else progress
+        with self._lock:
+            self._live()[1].programs.warmup(progress=shown, threads=threads or os.cpu_count())
+
+    def metrics(self) -> EngineMetrics:
+        """What the engine does now and did since it was made or `reset_metrics` was called."""
+        with self._lock:
+            _, runner = self._live()
+            meter, scheduler, pool = self._meter, self._scheduler, self._scheduler.pool
+            seconds = time.perf_counter() - meter.start
+            first, per_token, whole = meter.latencies()
+            statuses = collections.Counter(track.status for track in scheduler.running)
+            busy = sum(meter.busy.values())
+            return EngineMetrics(
+                seconds=seconds,
+                submitted=meter.submitted,
+                finished=dict(meter.finished),
+                waiting=len(scheduler.waiting),
+                prefilling=statuses[Status.PREFILLING],
+                decoding=statuses[Status.DECODING],
+                preemptions=self._preemptions_before + scheduler.num_preemptions,
+                prompt_tokens=meter.prompt_tokens,
+                output_tokens=meter.output_tokens,
+                prompt_tokens_per_s=meter.prompt_tokens / seconds,
+                output_tokens_per_s=meter.output_tokens / seconds,
+                time_to_first_token=first,
+                time_per_output_token=per_token,
+                end_to_end=whole,
+                pages=pool.num_usable,
+                pages_owned=pool.num_owned,
+                pages_cached=pool.num_idle,
+                prefix_hit_rate=scheduler.num_reused / max(1, scheduler.num_looked_up),
+                batch_occupancy=meter.rows_used / max(1, meter.rows_run),
+                busy_share=min(1.0, busy / seconds),
+                prefill_share=meter.busy["prefill"] / busy if busy else 0.0,
+                compilations=runner.programs.num_compiled,
+                compilations_after_warmup=runner.programs.num_after_warmup,
+                seconds_compiling=runner.programs.seconds_compiling,
+            )
+
+    def reset_metrics(self) -> None:
+        """Counts and remembers anew from here; compilations and preemptions are counted from the start."""
+        with self._lock:
+            self._meter.reset()
+
+    def plot_timeline(self, path: str | os.PathLike[str] | None = None) -> "Figure":
+        """A figure of the prefill and decode programs since the metrics were reset; see `timeline.plot_timeline`."""
+        return plot_timeline(tuple(self._meter.spans), path)
+
+    def close(self) -> None:
+        """Frees the pool and forgets the model. Unfinished requests end with "abort"; closing twice is fine."""
+        with self._lock:
+            if self._runner is None:
+                return
+            for job in list(self._jobs.values()):
+                self._end_job(job, "abort", "the engine was closed")
+            for works in self._in_flight:
+                jax.block_until_ready([work.outputs for work in works])
+            self._in_flight.clear()
+            self._runner.free()
+            self._runner = self._model = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- Readers
+
+    def _advance_for(self, jobs: Sequence[Job]) -> None:
+        """One round, unless another thread has brought news for these jobs meanwhile."""
+        with self._lock:
+            if not any(job.mailbox for job in jobs) and not all(job.finished for job in jobs):
+                self._advance()
+
+    def _take_mail(self, jobs: Sequence[Job]) -> list[Delta]:
+        with self._lock:
+            mail = []
+            for job in jobs:
+                while job.mailbox:
+                    mail.append(job.mailbox.popleft())
+            return mail
+
+    def _follow(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
+        """Queues requests and yields their news as it comes."""
+        with self._lock:
+            jobs = self._open(requests, interactive=True)
+        try:
+            while True:
+                finished = all(job.finished for job in jobs)
+                yield from self._take_mail(jobs)
+                if finished:
+                    return
+                self._advance_for(jobs)
+        finally:
+            self._abandon(jobs)
+
+    async def _follow_async(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
+        """`_follow`, with the waiting done in a thread."""
+        with self._lock:
+            jobs = self._open(requests, interactive=True)
+        try:
+            while True:
+                finished = all(job.finished for job in jobs)
+                for delta in self._take_mail(jobs):
+                    yield delta
+                if finished:
+                    return
+                await asyncio.to_thread(self._advance_for, jobs)
+        finally:
+            self._abandon(jobs)
+
+    def _abandon(self, jobs: Sequence[Job]) -> None:
+        """Ends what its reader has no use for any more."""
+        with self._lock:
+            for job in jobs:
+                if not job.finished:
+                    self._end_job(job, "abort", None)

@@ -1,0 +1,21 @@
+"""What the engine refuses, by name. All are ValueErrors; the engine goes on serving everybody else."""
+
+
+class EngineError(ValueError):
+    """Something the engine was asked for that it cannot do."""
+
+
+class RequestTooLong(EngineError):
+    """The prompt, or what was asked for with it, does not fit in the context or in the pool of pages."""
+
+
+class DuplicateRequest(EngineError):
+    """The request id belongs to an unfinished request."""
+
+
+class UnknownRequest(EngineError):
+    """No unfinished request has this id."""
+
+
+class EngineClosed(EngineError):
+    """The engine has been closed and its memory freed."""

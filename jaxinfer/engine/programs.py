@@ -1,0 +1,178 @@
+"""The engine's compiled programs: made ahead of time in a few sizes, counted, and looked up by size."""
+
+import concurrent.futures
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from tqdm.auto import tqdm
+
+from jaxinfer import steps
+from jaxinfer.config import ModelConfig
+from jaxinfer.engine.config import Settings
+from jaxinfer.engine.layout import SamplerLayout
+from jaxinfer.engine.rows import blank_state, copy_pages, decode_rows, start_rows
+from jaxinfer.kv_cache import PagedKVCache
+from jaxinfer.model import Model
+from pallas_kernels.dispatch import KERNELS_VARIABLE
+
+log = logging.getLogger("jaxinfer")
+
+_SHARED: dict[tuple[object, ...], Callable[..., Any]] = {}
+"""Programs of all engines of this process: a second engine of one model and one size compiles nothing. They hold no
+weights and no cache."""
+
+COPIES = 16
+"""Pages that one call of the copying program copies, padding included."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What distinguishes one program from another; fields that a kind does not use keep their defaults."""
+
+    kind: Literal["prefill", "prefill_scored", "start", "decode", "copy", "blank"]
+    rows: int = 0
+    length: int = 0
+    """Tokens of a row, of prefill."""
+    width: int = 0
+    """Pages of a row, of decode."""
+    from_empty: bool = False
+    layout: SamplerLayout | None = None
+    num_logprobs: int = 0
+    """Of scored prefill."""
+
+
+class Programs:
+    """Compiled programs of one model by size. What is missing is compiled when it is asked for, and counted."""
+
+    def __init__(self, model: Model, settings: Settings, cache: PagedKVCache) -> None:
+        def shapes(tree: Any) -> Any:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+        self._config: ModelConfig = model.config
+        self._settings = settings
+        self._params, self._cache = shapes(model.params), shapes(cache)
+        leaves, tree = jax.tree.flatten((self._params, self._cache))
+        shapes_key = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        kernels = os.environ.get(KERNELS_VARIABLE)
+        # Of the settings these three shape programs beside what a `Size` says.
+        limits = (settings.rules.max_sequences, settings.rules.decode_chunk, settings.page_widths[-1])
+        self._key = (model.config, tree, shapes_key, kernels, limits)
+        self._compiled: dict[Size, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+        self.num_compiled = 0
+        self.num_after_warmup = 0
+        self.is_warm = False
+        self.seconds_compiling = 0.0
+
+    def get(self, size: Size) -> Callable[..., Any]:
+        """The program of that size."""
+        return self._compiled.get(size) or self._compile(size)
+
+    def warmup(self, *, progress: bool, threads: int | None) -> None:
+        """Compiles what the settings can need, several at a time: XLA compiles outside Python's lock."""
+        sizes = [size for size in self.expected() if size not in self._compiled]
+        with (
+            concurrent.futures.ThreadPoolExecutor(threads) as pool,
+            tqdm(total=len(sizes), unit="program", desc="Compiling", disable=not progress, leave=False) as bar,
+        ):
+            jobs = [pool.submit(self._compile, size) for size in sizes]
+            try:
+                for job in concurrent.futures.as_completed(jobs):
+                    job.result()
+                    bar.update()
+            finally:
+                for job in jobs:
+                    job.cancel()
+        self.is_warm = True
+
+    def expected(self) -> Iterable[Size]:
+        """Sizes that the settings can need, the slowest to compile first."""
+        settings = self._settings
+        for layout in settings.layouts:
+            for rows in settings.decode_rows:
+                for width in settings.page_widths:
+                    yield Size("decode", rows=rows, width=width, layout=layout)
+        for rows, length in self.prefill_sizes():
+            for from_empty in (True, False):
+                yield Size("prefill", rows=rows, length=length, from_empty=from_empty)
+        for layout in settings.layouts:
+            for rows in settings.prefill_rows:
+                yield Size("start", rows=rows, layout=layout)
+            yield Size("blank", layout=layout)
+        yield Size("copy")
+
+    def prefill_sizes(self) -> list[tuple[int, int]]:
+        """(rows, length) of prefill programs: a single row of any length, several within a round's tokens."""
+        rules = self._settings.rules
+        return [
+            (rows, length)
+            for rows in self._settings.prefill_rows
+            for length in rules.prefill_lengths
+            if rows == self._settings.prefill_rows[0] or rows * length <= rules.max_prefill_tokens
+        ]
+
+    def _compile(self, size: Size) -> Callable[..., Any]:
+        key = (*self._key, size)
+        compiled = _SHARED.get(key)
+        if compiled is not None:
+            self._compiled[size] = compiled
+            return compiled
+        start = time.perf_counter()
+        compiled = self._lower(size).compile()
+        with self._lock:
+            self._compiled[size] = _SHARED[key] = compiled
+            self.num_compiled += 1
+            self.num_after_warmup += self.is_warm
+            self.seconds_compiling += time.perf_counter() - start
+        if self.is_warm:
+            log.info("compiled after warm-up: %s; name its sampling in EngineConfig.sampling", size)
+        return compiled
+
+    def _lower(self, size: Size) -> Any:
+        def ints(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        config, settings = self._config, self._settings
+        rows = size.rows
+        if size.kind == "copy":
+            return copy_pages.lower(self._cache, ints(COPIES), ints(COPIES))
+        if size.kind in ("prefill", "prefill_scored"):
+            width = settings.page_widths[-1]
+            batch = (ints(rows, size.length), ints(rows), ints(rows), ints(rows, width))
+            options = {"config": config, "context_lengths": ints(rows), "from_empty": size.from_empty}
+            if size.kind == "prefill":
+                return steps.prefill.lower(self._params, self._cache, *batch, **options)
+            return steps.prefill_scored.lower(
+                self._params, self._cache, *batch, ints(rows, size.length), num_logprobs=size.num_logprobs, **options
+            )
+        assert size.layout is not None
+        blank = {"vocab_size": config.vocab_size, "layout": size.layout}
+        if size.kind == "blank":
+            return blank_state.lower(num_slots=settings.rules.max_sequences, **blank)
+        state = _state_shapes(settings.rules.max_sequences, **blank)
+        variant = size.layout.variant
+        if size.kind == "start":
+            logits = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32)
+            started = _state_shapes(rows, **blank)
+            return start_rows.lower(logits, state, started, ints(rows), ints(rows), variant=variant)
+        return decode_rows.lower(
+            self._params,
+            self._cache,
+            state,
+            ints(rows),
+            ints(rows, size.width),
+            config=config,
+            variant=variant,
+            num_steps=settings.rules.decode_chunk,
+        )
+
+
+def _state_shapes(num_slots: int, *, vocab_size: int, layout: SamplerLayout) -> Any:
+    return jax.eval_shape(lambda: blank_state(num_slots=num_slots, vocab_size=vocab_size, layout=layout))
