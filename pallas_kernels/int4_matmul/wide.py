@@ -1,0 +1,330 @@
+"""Fused INT4 dequantise-and-multiply for Hopper, for more rows than `mosaic.py` is good for: 17 tokens to a prompt.
+
+The product is computed as out^T = W x^T with `wgmma`: 64 output features of a warpgroup, dequantised in registers, are
+its large operand, 8 to 256 tokens in shared memory the small one. A word of the mosaic layout is exactly what a thread
+has to hold of the large operand for 16 inputs, in an order of the inputs of its own (see `packing.to_mosaic`), so x is
+brought into the same order before (`arrange`).
+
+One warpgroup fetches: the weights by asynchronous copies, x, which lies as shared memory wants it, by one bulk copy a
+stage, for all blocks of the cluster at once. The others multiply: of the words of a stage (128 inputs) each makes 8 or
+16 products in two batches, and unpacks one batch while the tensor cores work on the other.
+
+The weights are rounded to bfloat16 before they are multiplied, as a dequantised model's are: scale x (code - zero) is
+two instructions for two weights, and no group's sums have to be kept apart. Scales and minima of more bits than
+bfloat16 has enter as a sum of two.
+
+docs/kernels.md has the layout, the reasons and the measurements.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.int4_matmul.mosaic import Arguments, arguments_of
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4, steps_per_run
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES
+from pallas_kernels.int4_matmul.stream import Weights
+from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_warp import WideWarp
+
+EIGHT = 0x43084308  # two bfloat16 of 128 + 8
+NONE = 0x43004300  # two of 128
+REGISTERS = {2: (40, 232), 3: (32, 160)}
+"""Of each fetching and each multiplying thread, by the number of multiplying warpgroups."""
+
+
+def arrange(x: jax.Array, plan: WidePlan) -> jax.Array:
+    """x [rows, in_features] in the order in which the products take it, padded with zeros.
+
+    int32[token tile, stage, 16 pieces, tokens, 4]: a piece is what the eight columns of an 8 x 8 matrix are of 32 (or
+    16) inputs, two neighbouring inputs a word.
+    """
+    tokens = plan.schedule.tokens
+    rows, columns = plan.token_tiles * tokens, plan.steps * STAGE
+    x = jnp.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])))
+    words = lax.bitcast_convert_type(x.reshape(rows, columns // 2, 2), jnp.int32)
+    run = steps_per_run(plan.group_size)
+    words = words.reshape(plan.token_tiles, tokens, plan.steps, 8 // run, 4, 2 * run)
+    return words.transpose(0, 2, 3, 5, 1, 4).reshape(plan.token_tiles, plan.steps, 16, tokens, 4)
+
+
+class Part:
+    """The part of the product that a block works on: some features of some tokens over some of the stages."""
+
+    def __init__(self, plan: WidePlan, index: Any, rank: Any):
+        schedule = plan.schedule
+        self.token_tile, rest = index % plan.token_tiles, index // plan.token_tiles
+        self.slice, features = rest % schedule.slices, rest // schedule.slices
+        self.first_strip = (features * schedule.cluster + rank) * plan.block_strips
+        self.first_step = self.slice * plan.steps // schedule.slices
+        self.count = (self.slice + 1) * plan.steps // schedule.slices - self.first_step
+
+
+def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> None:
+    """One warp's work, emitted through `w`, a WideWarp (or its NumPy twin in the tests).
+
+    `rank` is the block's place in its cluster; `a.x` is what `arrange` returns.
+    """
+    schedule = plan.schedule
+    leader = w.thread < 1
+    for stage in range(schedule.stages):
+        w.barrier_init(w.integer(plan.full_barriers + 8 * stage), PRODUCERS + 1, leader)
+        w.barrier_init(w.integer(plan.empty_barriers + 8 * stage), plan.consumer_warps * schedule.cluster, leader)
+    w.barriers_ready()
+    together = w.cluster_barrier if schedule.cluster > 1 else w.block_barrier
+    together()
+    parts = (plan.parts + (plan.clusters - 1) - cluster) // plan.clusters
+
+    def part(i: Any) -> Part:
+        return Part(plan, cluster + i * plan.clusters, rank)
+
+    def produce() -> None:
+        if schedule.warpgroups in REGISTERS:
+            w.set_registers(REGISTERS[schedule.warpgroups][0], more=False)
+        start = (w.integer(0), w.integer(1))  # the first time round, every slot is empty
+        w.loop(parts, start, lambda i, carry: fetch(w, plan, a, part(i), rank, carry))
+
+    def consume() -> None:
+        if schedule.warpgroups in REGISTERS:
+            w.set_registers(REGISTERS[schedule.warpgroups][1], more=True)
+        start = (w.integer(0), w.integer(0))
+        w.loop(parts, start, lambda i, carry: multiply_part(w, plan, a, part(i), carry))
+
+    w.when(w.warp < plan.consumer_warps, consume)
+    w.when(w.integer(plan.consumer_warps) <= w.warp, produce)
+    if schedule.cluster > 1:
+        w.cluster_barrier()  # a block may not end while others still report to its barriers
+
+
+def after(w: Any, plan: WidePlan, slot: Any, parity: Any) -> tuple[Any, Any]:
+    """The slot that follows, and the parity of its phase."""
+    last = w.integer(plan.schedule.stages - 1) <= slot
+    return w.select(last, w.integer(0), slot + 1), w.select(last, w.integer(1) - parity, parity)
+
+
+def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: Any) -> Any:
+    """The fetching warps' work for one part."""
+    schedule = plan.schedule
+    thread = w.thread - 32 * plan.consumer_warps
+    leader = thread < 1
+    ragged = plan.strips % (plan.block_strips * schedule.cluster) != 0
+    share = plan.x_bytes // schedule.cluster
+
+    def both(a: Any, b: Any) -> Any:
+        return b if a is None else a if b is None else a & b
+
+    def words(step: Any, base: Any) -> None:
+        chunks = plan.words_bytes // 16  # of a strip
+        piece, strip = thread % chunks, part.first_strip + thread // chunks
+        tile = step * (STAGE // COLUMNS) + piece // (PIECE_BYTES // 16)
+        whole = None if plan.column_tiles % (STAGE // COLUMNS) == 0 else tile < plan.column_tiles
+        offset = strip * (plan.column_tiles * PIECE_BYTES) + step * plan.words_bytes + piece * 16
+        for i in range(0, plan.block_strips, PRODUCERS // chunks):
+            inside = both(whole, strip + i < plan.strips if ragged else None)
+            source = offset + i * plan.column_tiles * PIECE_BYTES
+            w.copy_or_clear(base + thread * 16, a.weights.words, source, inside, None, plan.x_bytes + 1024 * i)
+
+    def rows(array: Any, itemsize: int, start: int, step: Any, base: Any) -> None:
+        chunks = plan.segments * itemsize  # of a strip
+        first_group = step * STAGE // plan.group_size
+        for first in range(0, plan.block_strips * chunks, PRODUCERS):
+            chunk = thread + first
+            strip, piece = part.first_strip + chunk // chunks, chunk % chunks
+            inside = strip < plan.strips if ragged else None
+            if plan.segments > 1:
+                inside = both(inside, first_group + piece // itemsize < plan.groups)
+            some = None
+            if first + PRODUCERS > plan.block_strips * chunks:
+                some = chunk < plan.block_strips * chunks
+            offset = (strip * plan.groups + first_group) * (STRIP * itemsize) + piece * 16
+            w.copy_or_clear(base + thread * 16, array, offset, inside, some, start + first * 16)
+
+    def stage(index: Any, carry: Any) -> Any:
+        slot, parity = carry
+        step, base = part.first_step + index, slot * plan.stage_bytes
+        full = slot * 8 + plan.full_barriers
+        w.barrier_wait(slot * 8 + plan.empty_barriers, parity)
+        w.expect_bytes(full, plan.x_bytes, leader)
+        source = (part.token_tile * plan.steps + step) * plan.x_bytes + rank * share
+        w.copy_to_cluster(base + rank * share, a.x, source, share, full, schedule.cluster, leader)
+        words(step, base)
+        rows(a.weights.scales, plan.scale_bytes, plan.scales_start, step, base)
+        if plan.offset_bytes:
+            rows(a.weights.offsets, plan.offset_bytes, plan.offsets_start, step, base)
+        w.arrive_when_copied(full)
+        return after(w, plan, slot, parity)
+
+    return w.loop(part.count, carry, stage)
+
+
+def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) -> Any:
+    """A multiplying warp's work for one part."""
+    schedule = plan.schedule
+    sums, tiles = schedule.tokens // 2, range(schedule.tiles)
+    # The warpgroup's tiles of 64 features follow each other; this warp has a strip of each.
+    strip = w.warp // 4 * (4 * schedule.tiles) + w.warp % 4
+    column_tiles = range(STAGE // COLUMNS)
+
+    # Two batches a stage, so that one is unpacked while the other is multiplied. Each has products of all tiles: where
+    # a loop goes round with some sums finished and others not, ptxas makes every product wait for the one before.
+    def release(slot: Any, now: Any) -> None:
+        w.warp_barrier()
+        barrier = slot * 8 + plan.empty_barriers
+        w.arrive(barrier, w.lane if schedule.cluster > 1 else None, (w.lane < schedule.cluster) & now)
+
+    def stage(index: Any, carry: Any) -> Any:
+        slot, parity, before, *flat = carry
+        acc = [flat[sums * u : sums * (u + 1)] for u in tiles]
+        base = slot * plan.stage_bytes
+        w.barrier_wait(slot * 8 + plan.full_barriers, parity)
+        address = base + strip * plan.words_bytes + w.lane * 16
+        words = [
+            [w.shared_words(address, plan.x_bytes + 4 * plan.words_bytes * u + PIECE_BYTES * t) for t in column_tiles]
+            for u in tiles
+        ]
+        segments = [[Segment(w, plan, a, base, strip, u, i) for i in range(plan.segments)] for u in tiles]
+        matrix = w.token_matrix(base, schedule.tokens)
+        for t in column_tiles:
+            steps = range(COLUMNS // 16)
+            operands = []
+            for u in tiles:
+                for s in steps:
+                    segment = segments[u][(t * COLUMNS + s * 16) // plan.segment]
+                    operands += segment.weights(w.codes(words[u][t][s]))
+            operands = w.wgmma_fence(operands)
+            for u in tiles:
+                for s in steps:
+                    first = 4 * (u * len(steps) + s)
+                    advance = (t * len(steps) + s) * 2 * 16 * schedule.tokens
+                    acc[u] = w.wgmma(acc[u], operands[first : first + 4], matrix, advance)
+            w.wgmma_commit()
+            # The batch before has been read. Behind the products: where ptxas sees a wait only before the next ones,
+            # it makes them wait for each other too.
+            w.wgmma_wait(1)
+            if t == 0:
+                release(before, w.integer(0) < index)
+        return (*after(w, plan, slot, parity), slot, *(value for tile in acc for value in tile))
+
+    slot, parity = carry
+    start = (slot, parity, slot, *[w.number(0.0)] * (sums * schedule.tiles))
+    slot, parity, last, *flat = w.loop(part.count, start, stage)
+    flat = w.wgmma_wait(0, flat)
+    release(last, w.lane < 32)
+    for u in tiles:
+        store(w, plan, a, part, strip + 4 * u, flat[sums * u : sums * (u + 1)])
+    return slot, parity
+
+
+class Segment:
+    """Scales and offsets of a lane's two rows, r and r + 8, for the inputs of a stage that share them."""
+
+    def __init__(self, w: Any, plan: WidePlan, a: Arguments, base: Any, strip: Any, tile: int, index: int):
+        self.w, self.kind = w, a.kind
+        row = (strip + 4 * tile) * (plan.segments * STRIP) + index * STRIP + w.lane // 4 * 2
+        self.scale = pair(w, base + row * plan.scale_bytes, a.scale_dtype, plan.scales_start)
+        if a.kind == "symmetric":
+            self.zero = [w.integer(EIGHT)] * 2
+        elif a.kind == "zero_point":
+            both = w.shared_half(base + row, plan.offsets_start)
+            self.zero = [w.permute(both, NONE, selector) for selector in (0x5050, 0x5151)]
+        else:
+            self.zero = [w.integer(NONE)] * 2
+            self.minimum = pair(w, base + row * plan.offset_bytes, a.offset_dtype, plan.offsets_start)
+
+    def weights(self, codes: Any) -> list[Any]:
+        """A word's weights from its codes, each 128 too large; even entries are of row r, odd ones of row r + 8."""
+        w, weights = self.w, []
+        for i, code in enumerate(codes):
+            high, low = self.scale[i % 2]
+            number = w.subtract_pairs(code, self.zero[i % 2])
+            if self.kind == "minimum":
+                minimum, rest = self.minimum[i % 2]
+                weight = w.fma_pairs(number, high, minimum)
+                if low is not None and rest is not None:
+                    weight = w.add_pairs(weight, w.fma_pairs(number, low, rest))
+                elif rest is not None:
+                    weight = w.add_pairs(weight, rest)
+                elif low is not None:
+                    weight = w.fma_pairs(number, low, weight)
+            elif low is None:
+                weight = w.multiply_pairs(number, high)
+            else:
+                weight = w.fma_pairs(number, high, w.multiply_pairs(number, low))
+            weights.append(weight)
+        return weights
+
+
+def pair(w: Any, address: Any, dtype: str, constant: int) -> list[tuple[Any, Any]]:
+    """Two neighbouring numbers, each as (number, rest): bfloat16 in both halves of a word; no rest for bfloat16."""
+    if dtype == "bfloat16":
+        word = w.shared_word(address, constant)
+        return [(w.permute(word, 0, selector), None) for selector in (0x1010, 0x3232)]
+    split = []
+    for number in w.shared_pair(address, dtype, constant):
+        high = w.twice(number)
+        split.append((high, w.twice(number - w.low_number(high))))
+    return split
+
+
+def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
+    """Writes one tile's sums: [token block of 8][row r, token; the next token; row r + 8, ...]."""
+    tokens = plan.schedule.tokens
+    feature = (part.first_strip + strip) * STRIP + w.lane // 4
+    token = part.token_tile * tokens + w.lane % 4 * 2
+    offset = (part.slice * plan.rows + token) * plan.out_features + feature
+    for i, value in enumerate(sums):
+        next_token, next_feature = 8 * (i // 4) + i % 2, 8 * (i // 2 % 2)
+        inside = feature + next_feature < plan.out_features
+        if plan.rows % tokens:
+            inside = inside & (token + next_token < plan.rows)
+        w.store_at(a.out, offset, next_token * plan.out_features + next_feature, value, a.out_dtype, inside)
+
+
+# Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.
+@functools.partial(jax.jit, static_argnames=("schedule", "out_dtype"))
+def int4_matmul(x: jax.Array, weight: PackedInt4, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
+    """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features]."""
+    partial = partial_sums(x, weight, schedule=schedule, out_dtype=out_dtype)
+    # Written as a chain of additions, XLA makes it part of the next elementwise operation.
+    return functools.reduce(operator.add, list(partial)).astype(out_dtype)
+
+
+def partial_sums(x: jax.Array, weight: PackedInt4, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
+    """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice."""
+    plan = WidePlan.of(x.shape[0], weight, schedule)
+    dtype = jnp.dtype(jnp.float32) if schedule.slices > 1 else jnp.dtype(out_dtype)
+    arrays = [weight.codes, weight.scales, *([] if weight.offsets is None else [weight.offsets]), arrange(x, plan)]
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    def kernel(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
+        def emit(ctx: Any, *values: Any) -> None:
+            del ctx
+            *inputs, out, shared, cluster, rank = values
+            words, scales, *rest = inputs
+            offsets = rest[0] if weight.offsets is not None else None
+            arguments = arguments_of(
+                weight, weights=Weights(words, scales, offsets), x=rest[-1], out=out, out_dtype=str(dtype)
+            )
+            w = WideWarp(shared)
+            multiply(w, plan, arguments, w.scalar(cluster), w.scalar(rank))
+
+        emit(*refs, lax.axis_index("cluster"), lax.axis_index("rank") if schedule.cluster > 1 else jnp.int32(0))
+
+    clusters = {"cluster": (schedule.cluster,), "cluster_names": ("rank",)} if schedule.cluster > 1 else {}
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((schedule.slices, plan.rows, plan.out_features), dtype),
+        grid=(plan.clusters,),
+        grid_names=("cluster",),
+        num_threads=schedule.warpgroups + PRODUCERS // 128,
+        thread_name="warpgroup",
+        scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],
+        kernel_name="int4_matmul_wide",
+        **clusters,
+    )(*arrays)

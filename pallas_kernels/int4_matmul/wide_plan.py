@@ -1,0 +1,147 @@
+"""How the Hopper INT4 kernel for many rows spreads one matrix over the card: sizes and shared memory."""
+
+import dataclasses
+
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES
+
+STAGE = 128
+"""Inputs that travel at a time: two tiles."""
+PRODUCERS = 128
+"""Threads that fetch: one warpgroup."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WideSchedule:
+    """What tuning chooses.
+
+    A thread block computes `warpgroups` x `tiles` x 64 output features of `tokens` tokens (a multiple of 8, at most
+    256; `tiles` x `tokens` at most 256, for the sums are in registers) over one of `slices` slices of the inputs, then
+    goes on with another such part. Weights and x come `stages` x 128 inputs ahead. `cluster` (1, 2 or 4) blocks with
+    neighbouring features read x once for all. At most `blocks` blocks are launched: they should all be resident.
+    """
+
+    tokens: int = 64
+    warpgroups: int = 2
+    tiles: int = 1
+    slices: int = 1
+    cluster: int = 1
+    stages: int = 4
+    blocks: int = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class WidePlan:
+    """One product x[rows, in_features] times a weight [out_features, in_features] under a schedule.
+
+    `scale_bytes` and `offset_bytes` are the sizes of one scale and one offset (0: no offsets).
+    """
+
+    rows: int
+    in_features: int
+    out_features: int
+    group_size: int
+    scale_bytes: int
+    offset_bytes: int
+    schedule: WideSchedule
+
+    @classmethod
+    def of(cls, rows: int, weight: PackedInt4, schedule: WideSchedule) -> "WidePlan":
+        """The plan of a product of `rows` rows with a weight of the mosaic layout."""
+        out_features, in_features = weight.shape
+        offset_bytes = 0 if weight.offsets is None else weight.offsets.dtype.itemsize
+        scale_bytes = weight.scales.dtype.itemsize
+        return cls(rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, schedule)
+
+    # The whole product
+    @property
+    def strips(self) -> int:
+        return -(-self.out_features // STRIP)
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.in_features // COLUMNS)
+
+    @property
+    def groups(self) -> int:
+        return -(-self.in_features // self.group_size)
+
+    @property
+    def steps(self) -> int:
+        """Stages that cover the inputs."""
+        return -(-self.in_features // STAGE)
+
+    @property
+    def token_tiles(self) -> int:
+        return -(-self.rows // self.schedule.tokens)
+
+    # One block's part
+    @property
+    def block_features(self) -> int:
+        return 64 * self.schedule.warpgroups * self.schedule.tiles
+
+    @property
+    def block_strips(self) -> int:
+        return self.block_features // STRIP
+
+    @property
+    def feature_parts(self) -> int:
+        """Parts of the output features that a cluster computes at a time."""
+        return -(-self.strips // (self.block_strips * self.schedule.cluster))
+
+    @property
+    def parts(self) -> int:
+        """Parts of the whole product that the clusters share."""
+        return self.feature_parts * self.schedule.slices * self.token_tiles
+
+    @property
+    def clusters(self) -> int:
+        return max(1, min(self.parts, self.schedule.blocks // self.schedule.cluster))
+
+    @property
+    def consumer_warps(self) -> int:
+        return 4 * self.schedule.warpgroups
+
+    @property
+    def segment(self) -> int:
+        """Inputs of a stage that share a scale."""
+        return min(self.group_size, STAGE) if self.groups > 1 else STAGE
+
+    @property
+    def segments(self) -> int:
+        return STAGE // self.segment
+
+    # Shared memory, in bytes: the stages, then two barriers for each. A stage is x [16 pieces of 8 inputs, token, 16
+    # bytes], the words [strip, tile, 512 bytes], and the scales and offsets [strip, segment, 16].
+    @property
+    def x_bytes(self) -> int:
+        return self.schedule.tokens * STAGE * 2
+
+    @property
+    def words_bytes(self) -> int:
+        """One strip's words."""
+        return STAGE // COLUMNS * PIECE_BYTES
+
+    @property
+    def scales_start(self) -> int:
+        return self.x_bytes + self.block_strips * self.words_bytes
+
+    @property
+    def offsets_start(self) -> int:
+        return self.scales_start + self.block_strips * self.segments * STRIP * self.scale_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.offsets_start + self.block_strips * self.segments * STRIP * self.offset_bytes
+
+    @property
+    def full_barriers(self) -> int:
+        return self.schedule.stages * self.stage_bytes
+
+    @property
+    def empty_barriers(self) -> int:
+        return self.full_barriers + 8 * self.schedule.stages
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.empty_barriers + 8 * self.schedule.stages

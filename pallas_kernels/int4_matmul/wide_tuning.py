@@ -1,0 +1,89 @@
+"""Schedules of the Hopper INT4 kernel for many rows: the least of what a model of the card predicts."""
+
+import dataclasses
+import functools
+import itertools
+
+from pallas_kernels.int4_matmul.packing import PackedInt4
+from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+
+BLOCK_SHARED_BYTES = 227 * 1024 - 1024
+"""What a block may have of shared memory, less what the compiler takes."""
+RESIDENT = {1: 132, 2: 132, 4: 112}
+"""Blocks that run at once, by the size of their clusters: not every group of multiprocessors is a multiple of four."""
+MEASURED: dict[tuple[int, int, int], WideSchedule] = {}
+"""By rows, in_features and out_features: the fastest schedule of those tried on an H200 (docs/kernels.md)."""
+
+# The card, per clock of 1.7 GHz: bytes from memory, from L2, and into one multiprocessor.
+CLOCK = 1.7e9
+MEMORY, L2, INGEST = 4.39e12 / CLOCK, 5.0e12 / CLOCK, 50.0
+START, PART = 2500.0, 700.0
+"""Clocks until the first product, and from one part to the next."""
+UNPACK = 180.0
+"""Instructions of a warp for 64 features and 128 inputs."""
+REDUCTION = 1.2e-6
+"""Seconds of a kernel that adds slices, beside its traffic."""
+
+
+def wide_schedule(rows: int, weight: PackedInt4) -> WideSchedule:
+    """The schedule for `rows` rows times a weight of the mosaic layout."""
+    measured = MEASURED.get((rows, *weight.shape[::-1]))
+    return schedules(rows, weight)[0] if measured is None else measured
+
+
+def schedules(rows: int, weight: PackedInt4) -> list[WideSchedule]:
+    """All that fit, the best prediction first."""
+    return _sorted(WidePlan.of(rows, weight, WideSchedule()))
+
+
+@functools.cache
+def _sorted(plan: WidePlan) -> list[WideSchedule]:
+    plans = [p for p in _candidates(plan) if p is not None]
+    return [p.schedule for p in sorted(plans, key=predicted_seconds)]
+
+
+def _candidates(plan: WidePlan) -> list[WidePlan | None]:
+    slices = [s for s in (1, 2, 3, 4, 6, 8, 12, 16) if s <= plan.steps]
+    return [
+        _fitted(plan, WideSchedule(_even(plan.rows, most), tiles=tiles, slices=s, cluster=c, blocks=RESIDENT[c]))
+        for (tiles, most), s, c in itertools.product(((1, 64), (1, 128), (2, 64), (2, 128)), slices, RESIDENT)
+    ]
+
+
+def _even(rows: int, most: int) -> int:
+    """Tokens of a tile if as many tiles as it takes are of one size, a multiple of 8."""
+    tiles = -(-rows // most)
+    return 8 * -(-rows // (8 * tiles))
+
+
+def _fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
+    """The plan with as many stages as shared memory has room for; None if there are less than three."""
+    fitted = dataclasses.replace(plan, schedule=schedule)
+    stages = min(10, BLOCK_SHARED_BYTES // (fitted.stage_bytes + 16))
+    if stages < 3:
+        return None
+    return dataclasses.replace(fitted, schedule=dataclasses.replace(schedule, stages=stages))
+
+
+def predicted_seconds(plan: WidePlan) -> float:
+    """What the kernel and the addition of its slices should take."""
+    schedule = plan.schedule
+    tiles = schedule.warpgroups * schedule.tiles
+    active = plan.clusters * schedule.cluster
+    weights = plan.stage_bytes - plan.x_bytes
+    costs = sorted(
+        (
+            tiles * 8 * max(schedule.tokens / 2, 16.0),  # tensor cores
+            tiles * UNPACK,  # four schedulers, a warp of each warpgroup on each
+            plan.stage_bytes / INGEST,
+            (plan.x_bytes / schedule.cluster + weights) * active / L2,
+        )
+    )
+    stage = costs[-1] + 0.2 * sum(costs[:-1])
+    rounds, steps = -(-plan.parts // plan.clusters), -(-plan.steps // schedule.slices)
+    clocks = START + rounds * (steps * stage + PART)
+    from_memory = START + weights * plan.steps * plan.strips / plan.block_strips / MEMORY
+    seconds = max(clocks, from_memory) / CLOCK
+    if schedule.slices > 1:
+        seconds += REDUCTION + 8 * schedule.slices * plan.rows * plan.out_features / 4.5e12
+    return seconds

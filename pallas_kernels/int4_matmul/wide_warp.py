@@ -1,0 +1,214 @@
+"""What the INT4 kernel for many rows needs beyond `Int4Warp`: barriers in shared memory, bulk copies, `wgmma`.
+
+Addresses of shared memory are byte offsets into the block's scratch. The tests have a NumPy twin.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.int4_matmul.warp import Int4Warp
+from pallas_kernels.paged_attention.warp import Value, Words
+
+# Bits 16-29 of a descriptor are the distance, in 16 bytes, between the two 8 x 8 matrices along the inputs, bits 32-45
+# that between those of neighbouring tokens; bits 62-63 are zero: not swizzled.
+NEXT_TOKENS = (8 * 16 // 16) << 32
+
+
+class WideWarp(Int4Warp):
+    """Emits at MLIR's current insertion point."""
+
+    # Two bfloat16 in a word
+    def subtract_pairs(self, a: Value, b: Value) -> Value:
+        return self._word("sub.rn.bf16x2 $0, $1, $2;", a, b)
+
+    def add_pairs(self, a: Value, b: Value) -> Value:
+        return self._word("add.rn.bf16x2 $0, $1, $2;", a, b)
+
+    def multiply_pairs(self, a: Value, b: Value) -> Value:
+        return self._word("mul.rn.bf16x2 $0, $1, $2;", a, b)
+
+    def fma_pairs(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c, rounded once."""
+        return self._word("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c)
+
+    def twice(self, number: Value) -> Value:
+        """A float32 rounded to bfloat16, in both halves of a word."""
+        return self._word("cvt.rn.bf16x2.f32 $0, $1, $1;", number)
+
+    def low_number(self, word: Value) -> Value:
+        """The bfloat16 in the lower half as float32."""
+        bits = arith.shli(word.ir, mgpu_utils.c(16, ir.IntegerType.get_signless(32)))
+        return Value(llvm.bitcast(ir.F32Type.get(), bits))
+
+    def permute(self, a: Value, b: int, selector: int) -> Value:
+        """Four bytes: nibble i of the selector names byte i of the result, 0-3 of a and 4-7 of the constant b."""
+        return self._word(f"prmt.b32 $0, $1, {b:#x}, {selector:#x};", a)
+
+    def _word(self, ptx: str, *operands: Value) -> Value:
+        kinds = ["f" if operand.is_float else "r" for operand in operands]
+        i32 = ir.IntegerType.get_signless(32)
+        return Value(llvm.inline_asm(i32, [operand.ir for operand in operands], ptx, ",".join(["=r", *kinds])))
+
+    def shared_word(self, address: Value, constant: int = 0) -> Value:
+        return Value(self._shared_load("ld.shared.b32", address, constant, ir.IntegerType.get_signless(32), "r"))
+
+    def shared_half(self, address: Value, constant: int = 0) -> Value:
+        """The 16 bits at `address + constant`, in a word."""
+        half = self._shared_load("ld.shared.u16", address, constant, ir.IntegerType.get_signless(16), "h")
+        return Value(arith.extui(ir.IntegerType.get_signless(32), half))
+
+    # Copies
+    def copy_or_clear(
+        self, address: Value, ref: ir.Value, offset: Value, inside: Value | None, predicate: Value | None, to: int
+    ) -> None:
+        """Starts a copy of 16 bytes from byte `offset` of `ref`, or of zeros where `inside` is false.
+
+        They go to shared memory at `address + to`. None stands for true.
+        """
+        ptx, constraints = f"cp.async.cg.shared.global.L2::128B [$0 + {to}], [$1], 16", "r,l"
+        operands = [self._shared(address)]
+        if inside is None:
+            operands.append(self._pointer(ref, offset, 1))
+        else:
+            operands.append(self._pointer(ref, self.select(inside, offset, self.integer(0)), 1))
+            operands.append(self.select(inside, self.integer(16), self.integer(0)).ir)
+            ptx, constraints = ptx + ", $2", constraints + ",r"
+        if predicate is not None:
+            ptx, constraints = f"@${len(operands)} {ptx}", constraints + ",b"
+            operands.append(predicate.ir)
+        self._emit(ptx + ";", constraints, *operands)
+
+    def arrive_when_copied(self, barrier: Value) -> None:
+        """Arrives at a barrier when this lane's copies so far have landed."""
+        self._emit("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r", self._shared(barrier))
+
+    def copy_to_cluster(
+        self, address: Value, ref: ir.Value, offset: Value, nbytes: int, barrier: Value, blocks: int, predicate: Value
+    ) -> None:
+        """Starts a copy from byte `offset` of `ref` to the same place in the first `blocks` blocks of the cluster.
+
+        It reports its bytes to the barrier, in each of them.
+        """
+        operation = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        operands = [self._shared(address), self._pointer(ref, offset, 1), self._shared(barrier), predicate.ir]
+        if blocks == 1:
+            self._emit(f"@$3 {operation} [$0], [$1], {nbytes}, [$2];", "r,l,r,b", *operands)
+            return
+        mask = mgpu_utils.c((1 << blocks) - 1, ir.IntegerType.get_signless(16))
+        ptx = f"@$3 {operation}.multicast::cluster [$0], [$1], {nbytes}, [$2], $4;"
+        self._emit(ptx, "r,l,r,b,h", *operands, mask)
+
+    def store_at(self, ref: ir.Value, offset: Value, constant: int, value: Value, dtype: str, predicate: Value) -> None:
+        """A float32 value, rounded to `dtype`, to element `offset + constant`.
+
+        The constant is part of the instruction: LLVM would compute the addresses of a hundred stores ahead of them.
+        """
+        if dtype == "float32":
+            pointer = self._pointer(ref, offset, 4)
+            self._emit(f"@$2 st.global.f32 [$0 + {4 * constant}], $1;", "l,f,b", pointer, value.ir, predicate.ir)
+            return
+        suffix = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+        ptx = f"{{ .reg .b16 half; cvt.rn.{suffix}.f32 half, $1; @$2 st.global.b16 [$0 + {2 * constant}], half; }}"
+        self._emit(ptx, "l,f,b", self._pointer(ref, offset, 2), value.ir, predicate.ir)
+
+    # Barriers in shared memory
+    def barrier_init(self, barrier: Value, arrivals: int, predicate: Value) -> None:
+        self._emit(f"@$1 mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r,b", self._shared(barrier), predicate.ir)
+
+    def barriers_ready(self) -> None:
+        """Makes this thread's initialisations visible to the cluster and to bulk copies; a block barrier follows."""
+        self._emit("fence.mbarrier_init.release.cluster;", "")
+        self._emit("fence.proxy.async.shared::cta;", "")
+
+    def expect_bytes(self, barrier: Value, nbytes: int, predicate: Value) -> None:
+        """Arrives, and makes the barrier wait for that many bytes of bulk copies too."""
+        ptx = f"@$1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};"
+        self._emit(ptx, "r,b", self._shared(barrier), predicate.ir)
+
+    def arrive(self, barrier: Value, block: Value | None, predicate: Value) -> None:
+        """Arrives at the barrier of this block (None) or of a block of the cluster."""
+        if block is None:
+            ptx = "@$1 mbarrier.arrive.shared::cta.b64 _, [$0];"
+            self._emit(ptx, "r,b", self._shared(barrier), predicate.ir)
+            return
+        ptx = (
+            "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, $2; "
+            "@$1 mbarrier.arrive.shared::cluster.b64 _, [remote]; }"
+        )
+        self._emit(ptx, "r,b,r", self._shared(barrier), predicate.ir, block.ir)
+
+    def barrier_wait(self, barrier: Value, parity: Value) -> None:
+        """Waits until the phase of that parity is complete."""
+        ptx = (
+            "{ .reg .pred done; "
+            "again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; "
+            "@done bra.uni ready; bra.uni again; "
+            "ready: }"
+        )
+        self._emit(ptx, "r,r", self._shared(barrier), parity.ir)
+
+    def cluster_barrier(self) -> None:
+        """Waits for every thread of the cluster; what they wrote is visible after it."""
+        self._emit("barrier.cluster.arrive.release.aligned;", "")
+        self._emit("barrier.cluster.wait.acquire.aligned;", "")
+
+    # Matrix products of a warpgroup
+    def token_matrix(self, address: Value, tokens: int) -> Value:
+        """The descriptor of x in shared memory: 8 x 8 matrices [8 tokens, 16 bytes], tokens first."""
+        start = arith.shrui(self._shared(address), mgpu_utils.c(4, ir.IntegerType.get_signless(32)))
+        wide = arith.extui(ir.IntegerType.get_signless(64), start)
+        return Value(llvm.or_(wide, mgpu_utils.c(NEXT_TOKENS | tokens << 16, wide.type)))
+
+    def wgmma(self, acc: Sequence[Value], a: Sequence[Value], matrix: Value, advance: int) -> Words:
+        """Starts acc += a x^T for 16 inputs: wgmma.m64nNk16 with N = len(acc) * 2 tokens, a in registers.
+
+        `advance`: bytes from the descriptor's address. Sums may be used after `wgmma_wait`.
+        """
+        count, f32 = len(acc), ir.F32Type.get()
+        place = [f"${i}" for i in range(2 * count + 5)]
+        ptx = (
+            "{ .reg .pred add; setp.ne.b32 add, 1, 0; "
+            f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 {{{', '.join(place[:count])}}}, "
+            f"{{{', '.join(place[2 * count : 2 * count + 4])}}}, {place[-1]}, add, 1, 1, 0; }}"
+        )
+        constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"])
+        shifted = arith.addi(matrix.ir, mgpu_utils.c(advance >> 4, matrix.ir.type))
+        operands = [v.ir for v in (*acc, *a)] + [shifted]
+        return self._many(ptx, constraints, operands, f32, count)
+
+    def wgmma_fence(self, values: Sequence[Value]) -> Words:
+        """Orders what wrote these registers before the products that read them."""
+        return self._tied("wgmma.fence.sync.aligned;", values)
+
+    def wgmma_commit(self) -> None:
+        """Closes a group of products."""
+        self._emit("wgmma.commit_group.sync.aligned;", "")
+
+    def wgmma_wait(self, pending: int, values: Sequence[Value] = ()) -> Words:
+        """Waits for all groups but the newest `pending`; gives the finished sums."""
+        return self._tied(f"wgmma.wait_group.sync.aligned {pending};", values)
+
+    def _tied(self, ptx: str, values: Sequence[Value]) -> Words:
+        """An instruction which LLVM takes to rewrite the values, so that no use of them moves across it."""
+        if not values:
+            self._emit(ptx, "")
+            return ()
+        count, kind = len(values), "f" if values[0].is_float else "r"
+        constraints = ",".join([f"={kind}"] * count + [str(i) for i in range(count)])
+        return self._many(ptx, constraints, [value.ir for value in values], values[0].ir.type, count)
+
+    def _many(self, ptx: str, constraints: str, operands: list[ir.Value], kind: ir.Type, count: int) -> Words:
+        struct = llvm.StructType.get_literal([kind] * count)
+        result = llvm.inline_asm(struct, operands, ptx, f"{constraints},~{{memory}}", has_side_effects=True)
+        return tuple(Value(llvm.extractvalue(kind, result, [i])) for i in range(count))
+
+    def set_registers(self, count: int, more: bool) -> None:
+        """Registers of each thread from here on; all warps of the warpgroup must come here."""
+        self._emit(f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};", "")
+
+    def _shared(self, address: Value) -> Any:
+        return arith.addi(self._scratch, address.ir)

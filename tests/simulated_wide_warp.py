@@ -1,0 +1,266 @@
+"""The NumPy twin of `pallas_kernels.int4_matmul.wide_warp.WideWarp`, and the whole kernel run on it.
+
+What is asynchronous happens as late as it may: products read their registers and shared memory when a wait demands
+their sums, so a slot that is given back too early shows as a wrong result. Copies start by poisoning their destination.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from simulated_int4_warp import DTYPES, SimulatedInt4Warp
+from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
+
+from pallas_kernels.int4_matmul import PackedInt4, mosaic, wide
+from pallas_kernels.int4_matmul.stream import Weights
+from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+
+BF16 = ml_dtypes.bfloat16
+
+
+class Barriers:
+    """The barriers in the shared memory of a cluster, by (block, address)."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.state: dict[tuple[int, int], list[int]] = {}  # arrivals of a phase, those left, bytes left, phases
+
+    def update(self, block: int, address: int, arrivals: int = 0, nbytes: int = 0) -> None:
+        with self.changed:
+            state = self.state[block, address]
+            state[1] -= arrivals
+            state[2] += nbytes
+            assert state[1] >= 0, "more arrivals than the phase has"
+            if state[1] == 0 and state[2] == 0:
+                state[1], state[3] = state[0], state[3] + 1
+                self.changed.notify_all()
+
+    def wait(self, block: int, address: int, parity: int) -> None:
+        with self.changed:
+            done = self.changed.wait_for(lambda: (self.state[block, address][3] + 1) % 2 == parity, timeout=60)
+            assert done, f"block {block} waits for ever"
+
+
+class SimulatedWideWarp(SimulatedInt4Warp):
+    def __init__(self, warp: SimulatedWarp, barriers: Barriers):
+        super().__init__(warp)
+        self.barriers = barriers
+        self.copies: list[tuple[int, np.ndarray]] = []
+        self.issued: list[Callable[[], None]] = []
+        self.products: list[list[Callable[[], None]]] = []
+
+    # Two bfloat16 in a word
+    @staticmethod
+    def _numbers(word: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(word, np.int32).view(BF16).reshape(32, 2).astype(np.float64)
+
+    @staticmethod
+    def _word(numbers: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(numbers.astype(np.float32).astype(BF16)).view(np.int32).reshape(32)
+
+    def subtract_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return self._word(self._numbers(a) - self._numbers(b))
+
+    def add_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return self._word(self._numbers(a) + self._numbers(b))
+
+    def multiply_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return self._word(self._numbers(a) * self._numbers(b))
+
+    def fma_pairs(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return self._word(self._numbers(a) * self._numbers(b) + self._numbers(c))
+
+    def twice(self, number: np.ndarray) -> np.ndarray:
+        return self._word(np.stack([number, number], -1))
+
+    def low_number(self, word: np.ndarray) -> np.ndarray:
+        return self._numbers(word)[:, 0].astype(np.float32)
+
+    def permute(self, a: np.ndarray, b: int, selector: int) -> np.ndarray:
+        other = np.full(32, np.int64(b).astype(np.int32))
+        both = np.concatenate([self._octets(a), self._octets(other)], 1)
+        picked = np.stack([both[:, (selector >> (4 * i)) & 15] for i in range(4)], 1)
+        return np.ascontiguousarray(picked).view(np.int32)[:, 0]
+
+    @staticmethod
+    def _octets(word: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(word, np.int32).view(np.uint8).reshape(32, 4)
+
+    def shared_word(self, address: np.ndarray, constant: int = 0) -> np.ndarray:
+        assert ((address + constant) % 4 == 0).all(), "unaligned shared read"
+        return self.bytes.view(np.int32)[(address + constant) // 4]
+
+    def shared_half(self, address: np.ndarray, constant: int = 0) -> np.ndarray:
+        assert ((address + constant) % 2 == 0).all(), "unaligned shared read"
+        return self.bytes.view(np.uint16)[(address + constant) // 2].astype(np.int32)
+
+    # Copies
+    def _start(self, destination: int, ref: np.ndarray, origin: int, size: int) -> np.ndarray:
+        """The bytes of a copy, whose destination holds no numbers from now on."""
+        flat = ref.view(np.uint8)
+        assert destination % 16 == origin % 16 == size % 16 == 0, "unaligned copy"
+        assert destination + size <= self.bytes.size
+        assert 0 <= origin <= flat.size - size, "copy from outside the array"
+        self.bytes[destination : destination + size] = 0xFF
+        return flat[origin : origin + size]
+
+    def copy_or_clear(
+        self,
+        address: np.ndarray,
+        ref: np.ndarray,
+        offset: np.ndarray,
+        inside: np.ndarray | None,
+        predicate: np.ndarray | None,
+        to: int,
+    ) -> None:
+        for lane in range(32):
+            if predicate is not None and not predicate[lane]:
+                continue
+            destination, keep = int(address[lane]) + to, inside is None or inside[lane]
+            data = self._start(destination, ref, int(offset[lane]) if keep else 0, 16)
+            self.copies.append((destination, data if keep else np.zeros(16, np.uint8)))
+
+    def arrive_when_copied(self, barrier: np.ndarray) -> None:
+        for destination, data in self.copies:
+            self.bytes[destination : destination + 16] = data
+        self.copies = []
+        self.barriers.update(self.block, uniform(barrier), arrivals=32)
+
+    def copy_to_cluster(
+        self,
+        address: np.ndarray,
+        ref: np.ndarray,
+        offset: np.ndarray,
+        nbytes: int,
+        barrier: np.ndarray,
+        blocks: int,
+        predicate: np.ndarray,
+    ) -> None:
+        for lane in np.flatnonzero(predicate):
+            destination = int(address[lane])
+            data = self._start(destination, ref, int(offset[lane]), nbytes)
+            for block in range(blocks) if blocks > 1 else [self.block]:
+                self.cluster.smem[block].view(np.uint8)[destination : destination + nbytes] = data
+                self.barriers.update(block, int(barrier[lane]), nbytes=-nbytes)
+
+    def store_at(
+        self,
+        ref: np.ndarray,
+        offset: np.ndarray,
+        constant: int,
+        value: np.ndarray,
+        dtype: str,
+        predicate: np.ndarray,
+    ) -> None:
+        self.store_number(ref, offset + constant, value, dtype, predicate)
+
+    # Barriers
+    def barrier_init(self, barrier: np.ndarray, arrivals: int, predicate: np.ndarray) -> None:
+        for lane in np.flatnonzero(predicate):
+            assert barrier[lane] % 8 == 0
+            self.barriers.state[self.block, int(barrier[lane])] = [arrivals, arrivals, 0, 0]
+
+    def barriers_ready(self) -> None:
+        pass
+
+    def expect_bytes(self, barrier: np.ndarray, nbytes: int, predicate: np.ndarray) -> None:
+        for lane in np.flatnonzero(predicate):
+            self.barriers.update(self.block, int(barrier[lane]), arrivals=1, nbytes=nbytes)
+
+    def arrive(self, barrier: np.ndarray, block: np.ndarray | None, predicate: np.ndarray) -> None:
+        for lane in np.flatnonzero(predicate):
+            target = self.block if block is None else int(block[lane])
+            self.barriers.update(target, int(barrier[lane]), arrivals=1)
+
+    def barrier_wait(self, barrier: np.ndarray, parity: np.ndarray) -> None:
+        self.barriers.wait(self.block, uniform(barrier), uniform(parity))
+
+    def cluster_barrier(self) -> None:
+        self.cluster.cluster_barrier.wait()
+
+    # Products
+    def token_matrix(self, address: np.ndarray, tokens: int) -> tuple[int, int]:
+        assert uniform(address) % 16 == 0
+        return uniform(address), tokens
+
+    def wgmma(
+        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], matrix: tuple[int, int], advance: int
+    ) -> list[np.ndarray]:
+        """This warp's 16 rows of the product; fragment layouts as the PTX manual gives them."""
+        start, tokens = matrix[0] + advance, matrix[1]
+        assert len(acc) * 2 == tokens
+        sums = [np.full(32, np.nan, np.float32) for _ in acc]
+        before, words = list(acc), [word.copy() for word in a]
+
+        def run() -> None:
+            group, quad = LANE // 4, LANE % 4
+            left, total = np.zeros((16, 16), np.float32), np.zeros((16, tokens), np.float32)
+            for i, word in enumerate(words):
+                for half in range(2):
+                    left[group + 8 * (i % 2), 8 * (i // 2) + 2 * quad + half] = self._numbers(word)[:, half]
+            # 8 x 8 matrices of [8 tokens, 16 bytes]: the next tokens' follows, the next inputs' comes after all tokens.
+            piece = self.bytes[start : start + 2 * 16 * tokens].copy().view(BF16).astype(np.float32)
+            right = piece.reshape(2, tokens, 8).transpose(0, 2, 1).reshape(16, tokens)
+            for i, value in enumerate(before):
+                total[group + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * quad + i % 2] = value
+            total = total + left @ right
+            for i, value in enumerate(sums):
+                value[:] = total[group + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * quad + i % 2]
+
+        self.issued.append(run)
+        return sums
+
+    def wgmma_fence(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        return values
+
+    def wgmma_commit(self) -> None:
+        self.products.append(self.issued)
+        self.issued = []
+
+    def wgmma_wait(self, pending: int, values: Sequence[np.ndarray] = ()) -> Sequence[np.ndarray]:
+        while len(self.products) > pending:
+            for run in self.products.pop(0):
+                run()
+        return values
+
+    def set_registers(self, count: int, more: bool) -> None:
+        assert count % 8 == 0
+        assert 24 <= count <= 256
+
+    def load_words(
+        self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray | None, constant: int = 0
+    ) -> tuple[np.ndarray, ...]:
+        raise NotImplementedError("the wide kernel reads no global memory into registers")
+
+
+def simulate(x: np.ndarray, weight: PackedInt4, schedule: WideSchedule, out_dtype: str = "float32") -> np.ndarray:
+    """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
+    plan = WidePlan.of(x.shape[0], weight, schedule)
+    out = np.full(schedule.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
+    arguments = mosaic.arguments_of(
+        weight,
+        weights=Weights(
+            *(None if a is None else np.ascontiguousarray(a).reshape(-1) for a in (weight.codes, weight.scales)),
+            None if weight.offsets is None else np.ascontiguousarray(weight.offsets).reshape(-1),
+        ),
+        x=np.asarray(wide.arrange(jnp.asarray(x), plan)).reshape(-1),
+        out=out,
+        out_dtype=out_dtype,
+    )
+    for cluster in range(plan.clusters):
+        _run_cluster(plan, arguments, cluster)
+    return out.reshape(schedule.slices, plan.rows, plan.out_features)
+
+
+def _run_cluster(plan: WidePlan, arguments: Any, cluster: int) -> None:
+    barriers = Barriers()
+
+    def program(warp: SimulatedWarp, rank: int) -> None:
+        w = SimulatedWideWarp(warp, barriers)
+        wide.multiply(w, plan, arguments, w.integer(cluster), w.integer(rank))
+
+    warps = plan.consumer_warps + 4
+    run_cluster(plan.schedule.cluster, warps, plan.shared_bytes, program)

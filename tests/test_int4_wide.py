@@ -1,0 +1,182 @@
+"""The INT4 matrix product for many rows: on simulated warps, lowered for CUDA, on the GPU; its schedules."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from simulated_wide_warp import simulate
+
+from pallas_kernels.int4_matmul import PackedInt4, dequantize, from_codes, to_mosaic, wide, wide_tuning
+from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+
+BF16 = ml_dtypes.bfloat16
+KINDS = ("symmetric", "zero_point", "minimum")
+
+
+def make(out_features: int, in_features: int, group_size: int, kind: str, dtype: type = BF16) -> PackedInt4:
+    """A canonical weight."""
+    rng = np.random.default_rng(out_features + in_features)
+    group_size = in_features if group_size == -1 else min(group_size, in_features)
+    codes = rng.integers(0, 16, (out_features, in_features), dtype=np.uint8)
+    shape = (out_features, -(-in_features // group_size))
+    offsets = None
+    if kind == "zero_point":
+        offsets = rng.integers(0, 16, shape, dtype=np.uint8)
+    elif kind == "minimum":
+        offsets = (-8 * rng.uniform(0.5, 1.5, shape)).astype(dtype)
+    return from_codes(codes, rng.uniform(0.5, 1.5, shape).astype(dtype), offsets, group_size=group_size)
+
+
+def tokens(rows: int, in_features: int) -> np.ndarray:
+    return np.random.default_rng(rows).standard_normal((rows, in_features)).astype(BF16)
+
+
+def error(out: np.ndarray, x: np.ndarray, weight: PackedInt4, dtype: type = np.float32) -> float:
+    """Against the float64 product with the weight in a dtype."""
+    expected = x.astype(np.float64) @ np.asarray(dequantize(weight, dtype)).astype(np.float64).T
+    return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features", "group_size", "kind", "schedule"),
+    [
+        (20, 200, 384, 128, "zero_point", WideSchedule(24, stages=3, blocks=1)),
+        (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=3, slices=2, blocks=3)),
+        (40, 136, 320, 64, "minimum", WideSchedule(16, tiles=2, stages=2, blocks=2)),
+        (17, 40, 200, 16, "zero_point", WideSchedule(8, warpgroups=1, stages=2, cluster=2, blocks=2)),
+        (33, 264, 640, -1, "minimum", WideSchedule(40, 1, 2, slices=2, cluster=2, stages=2, blocks=4)),
+        (33, 1030, 256, 256, "zero_point", WideSchedule(40, tiles=2, slices=2, cluster=4, stages=2, blocks=4)),
+        (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8)),
+    ],
+)
+def test_kernel_on_simulated_warps(rows, out_features, in_features, group_size, kind, schedule) -> None:
+    weight, x = make(out_features, in_features, group_size, kind), tokens(rows, in_features)
+    out = simulate(x, to_mosaic(weight), schedule).astype(np.float64).sum(0)
+    assert error(out, x, weight, BF16) < 1e-6  # the weights are those of a bfloat16 model, to the bit
+    assert error(out, x, weight) < 2.5e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_scales_of_more_bits_than_bfloat16(kind: str, dtype: type) -> None:
+    """Their weights are rounded to bfloat16 too, some of the minimum kind twice."""
+    weight, x = make(64, 192, 64, kind, dtype), tokens(18, 192)
+    out = simulate(x, to_mosaic(weight), WideSchedule(24, warpgroups=1, stages=2))[0]
+    assert error(out, x, weight) < (3e-3 if kind == "minimum" else 2e-3)
+
+
+def test_results_in_bfloat16() -> None:
+    weight, x = make(72, 128, 128, "zero_point"), tokens(24, 128)
+    out = simulate(x, to_mosaic(weight), WideSchedule(24, warpgroups=1, stages=2), "bfloat16")[0]
+    assert error(out, x, weight, BF16) < 3e-3
+
+
+@pytest.mark.parametrize("group_size", [16, 128])
+def test_arrange_puts_a_words_inputs_where_it_multiplies_them(group_size: int) -> None:
+    """Products of 16 inputs take two pieces: lane q's inputs 2q, 2q + 1 of the first, then of the second."""
+    plan = WidePlan.of(3, to_mosaic(make(16, 256, group_size, "symmetric")), WideSchedule(8))
+    x = np.arange(3 * 256, dtype=np.int16).view(BF16).reshape(3, 256)
+    image = np.asarray(wide.arrange(jnp.asarray(x), plan)).view(np.int16).reshape(1, 2, 8, 2, 8, 4, 2)
+    for stage, step, lane, pair, element in itertools.product(range(2), range(8), range(4), range(2), range(2)):
+        within = 32 * (step // 2) + 8 * lane + 4 * (step % 2) if group_size >= 32 else 16 * step + 4 * lane
+        column = 128 * stage + within + 2 * pair + element
+        assert image[0, stage, step, pair, 2, lane, element] == 2 * 256 + column
+        assert image[0, stage, step, pair, 5, lane, element] == 0  # there is no token 5
+
+
+SHAPES = [
+    (14336, 4096),
+    (4096, 14336),
+    (4096, 4096),
+    (6144, 4096),
+    (28672, 4096),
+    (576, 1536),
+    (64, 64),
+    (128256, 4096),
+]
+
+
+def described(out_features: int, in_features: int, group_size: int, kind: str) -> PackedInt4:
+    """A weight of the mosaic layout without its numbers."""
+    groups, strips = -(-in_features // group_size), -(-out_features // 16)
+    shape = jax.ShapeDtypeStruct((strips, groups, 16), jnp.bfloat16)
+    offsets = {
+        "symmetric": None,
+        "zero_point": jax.ShapeDtypeStruct(shape.shape, jnp.uint8),
+        "minimum": shape,
+    }[kind]
+    codes = jax.ShapeDtypeStruct((strips, -(-in_features // 64), 128), jnp.int32)
+    return PackedInt4(codes, shape, offsets, None, (out_features, in_features), group_size, "mosaic")
+
+
+@pytest.mark.parametrize("group_size", [16, 128])
+def test_schedules_fit_the_card(group_size: int) -> None:
+    for rows, shape in itertools.product((17, 64, 130, 1000), SHAPES):
+        weight = described(*shape, min(group_size, shape[1]), "minimum")
+        schedule = wide_tuning.wide_schedule(rows, weight)
+        plan = WidePlan.of(rows, weight, schedule)
+        assert plan.shared_bytes <= 227 * 1024
+        assert plan.clusters * schedule.cluster <= 132
+        assert schedule.tokens % 8 == 0
+        assert schedule.tokens * schedule.tiles <= 256
+        assert schedule.slices <= plan.steps
+        assert schedule.stages >= 3
+        assert plan.token_tiles * schedule.tokens < rows + 8 * plan.token_tiles
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "group_size", "kind"),
+    [
+        (17, (576, 1536), 32, "minimum"),
+        (64, (14336, 4096), 128, "zero_point"),
+        (100, (4096, 14336), 64, "symmetric"),
+        (2048, (72, 64), 16, "zero_point"),
+    ],
+)
+def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int], group_size: int, kind: str) -> None:
+    weight = described(*shape, group_size, kind)
+    schedule = wide_tuning.wide_schedule(rows, weight)
+    x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
+
+    def product(x: jax.Array, w: PackedInt4) -> jax.Array:
+        return wide.int4_matmul(x, w, schedule=schedule, out_dtype=jnp.dtype(jnp.bfloat16))
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        lowered = jax.jit(product).trace(x, weight).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+GPU_CASES = [
+    (rows, *((8, 72, 201, 576, 1440)[(i + j) % 5], (64, 192, 576, 1536, 4104)[(i + 2 * j) % 5]), group_size, kind)
+    for (i, rows), (j, (group_size, kind)) in itertools.product(
+        enumerate((1, 17, 64, 100, 300)), enumerate(zip((16, 32, 64, 128, 256, -1), KINDS * 2, strict=True))
+    )
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "out_features", "in_features", "group_size", "kind"), GPU_CASES)
+def test_kernel_on_the_gpu(rows, out_features, in_features, group_size, kind) -> None:
+    weight = make(out_features, in_features, group_size, kind)
+    x, packed = tokens(rows, in_features), jax.tree.map(jnp.asarray, to_mosaic(weight))
+    schedule = wide_tuning.wide_schedule(rows, packed)
+    product = jax.jit(lambda x, w: wide.int4_matmul(x, w, schedule=schedule, out_dtype=jnp.dtype(jnp.float32)))
+    outs = [np.asarray(product(jnp.asarray(x), packed)) for _ in range(3)]
+    assert error(outs[0], x, weight, BF16) < 3e-6
+    assert all(np.array_equal(outs[0], out) for out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+@pytest.mark.parametrize(("tiles", "tokens_at_once"), [(1, 64), (1, 128), (2, 64), (2, 128)])
+def test_schedules_on_the_gpu(cluster: int, tiles: int, tokens_at_once: int) -> None:
+    weight, x = make(1416, 2048, 128, "zero_point"), tokens(200, 2048)
+    schedule = WideSchedule(tokens_at_once, tiles=tiles, slices=3, cluster=cluster, stages=3, blocks=16)
+    packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
+    out = wide.int4_matmul(jnp.asarray(x), packed, schedule=schedule, out_dtype=jnp.dtype(jnp.float32))
+    assert error(np.asarray(out), x, weight, BF16) < 3e-6
