@@ -1,0 +1,379 @@
+"""Folders with quantised weights end to end: every format, decoded and packed; exceptions; files that are wrong."""
+
+import json
+import logging
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quantized_checkpoints as checkpoints_of
+from quantized_checkpoints import FORMATS
+
+from checkpoints.errors import CheckpointError
+from checkpoints.quantized import QuantizedFolder, open_folder
+from checkpoints.quantized_config import Announcement, find_announcement
+from jaxinfer.decoder import Params
+from jaxinfer.generation import logits
+from jaxinfer.layers.linear import linear
+from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
+from jaxinfer.model import load
+from pallas_kernels.int4_matmul import PackedInt4
+
+TOKENS = np.arange(12, dtype=np.int32).reshape(1, 12) * 5 % checkpoints_of.VOCAB
+FIELDS = ("qkv", "o", "gate_up", "down")
+
+
+def load_params(folder: pathlib.Path, **options: Any) -> Params:
+    return load(folder, dtype="float32", progress=False, **options).params
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_decoded_weights_are_those_of_the_dense_model(name: str, tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make(name, tmp_path)
+    actual, expected = load_params(case.quantized), load_params(case.dense)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_weights_are_those_of_the_dense_model(name: str, tmp_path: pathlib.Path, caplog) -> None:
+    case = checkpoints_of.make(name, tmp_path)
+    with caplog.at_level(logging.WARNING, "jaxinfer"):
+        actual, expected = load_params(case.quantized, packed=True), load_params(case.dense)
+    eight_bits = name in checkpoints_of.EIGHT_BITS
+    decoded = [r.getMessage() for r in caplog.records if "7 weights are decoded to float32" in r.getMessage()]
+    assert len(decoded) == len(caplog.records) == eight_bits
+    for field in FIELDS:
+        weight, dense = getattr(actual.layers[0], field), np.asarray(getattr(expected.layers[0], field))
+        assert isinstance(weight, jax.Array) == eight_bits
+        assert weight.shape == dense.shape
+        product = linear(jnp.eye(dense.shape[1], dtype=jnp.float32), weight)
+        np.testing.assert_allclose(product, dense.T, rtol=2e-6, atol=1e-6)
+
+
+EXPECTED_KINDS = {
+    "awq gemm": (PackedInt4, PackedInt4),
+    "gptq act-order": (PermutedInputs, PermutedInputs),
+    "gptq own order": (StackedOutputs, PermutedInputs),
+    "nf4": (PackedInt4, PackedInt4),
+    "gptq 8 bits": (jax.Array, jax.Array),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED_KINDS)
+def test_logits_are_those_of_the_dense_model(name: str, tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make(name, tmp_path)
+    model = load(case.quantized, dtype="float32", packed=True, progress=False)
+    assert isinstance(model.params.layers[0].qkv, EXPECTED_KINDS[name][0])
+    assert isinstance(model.params.layers[0].down, EXPECTED_KINDS[name][1])
+    expected = logits(load(case.dense, dtype="float32", progress=False), TOKENS)
+    np.testing.assert_allclose(logits(model, TOKENS), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_formats_are_recognised_without_a_configuration(tmp_path: pathlib.Path) -> None:
+    """Where shapes and dtypes say all: everything but AWQ's gemv and the size of FP8's blocks."""
+    for name in FORMATS:
+        if name in ("awq gemv", "fp8 blocks", "gptq v2"):
+            continue
+        case = checkpoints_of.make(name, tmp_path / name)
+        config = {key: value for key, value in case.config.items() if key != "quantization_config"}
+        folder = case.rewrite(case.tensors, config)
+        for a, b in zip(jax.tree.leaves(load_params(folder)), jax.tree.leaves(load_params(case.dense)), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_fused_weight_of_different_kinds_is_stacked(tmp_path: pathlib.Path) -> None:
+    """q and k packed, v in float32, gate of 4 and up of 8 bits, as mixed checkpoints have them."""
+    case, eight = checkpoints_of.make("gptq", tmp_path / "4"), checkpoints_of.make("gptq 8 bits", tmp_path / "8")
+    v, up = "model.layers.0.self_attn.v_proj.", "model.layers.0.mlp.up_proj."
+    tensors = {name: array for name, array in case.tensors.items() if not name.startswith((v, up))}
+    tensors |= {name: array for name, array in eight.tensors.items() if name.startswith(up)}
+    tensors[v + "weight"] = case.values[v + "weight"]
+    dense = case.values | {up + "weight": eight.values[up + "weight"]}
+    config = case.config | {"quantization_config": checkpoints_of.GPTQ | {"dynamic": {"-:.*v_proj": {}}}}
+    model = load(case.rewrite(tensors, config), dtype="float32", packed=True, progress=False)
+    layer = model.params.layers[0]
+    assert [type(part) for part in layer.qkv.parts] == [PackedInt4, type(jnp.zeros(1))]
+    assert layer.qkv.parts[0].shape == (96, 64)
+    assert [isinstance(part, PackedInt4) for part in layer.gate_up.parts] == [True, False]
+    checkpoints_of.write(case.dense, dense, checkpoints_of.CONFIG)
+    expected = logits(load(case.dense, dtype="float32", progress=False), TOKENS)
+    np.testing.assert_allclose(logits(model, TOKENS), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_default_packs_what_the_device_reads(tmp_path: pathlib.Path, monkeypatch) -> None:
+    """On a Hopper GPU and in bfloat16 all but code books; on this CPU nothing."""
+    case, book = checkpoints_of.make("awq gemm", tmp_path / "a"), checkpoints_of.make("nf4", tmp_path / "b")
+    assert isinstance(load_params(case.quantized).layers[0].down, jax.Array)
+    for module in ("jaxinfer.model", "pallas_kernels.dispatch"):
+        monkeypatch.setattr(f"{module}.hopper_refusal", lambda: None)
+    for folder, packed in ((case.quantized, True), (book.quantized, False)):
+        layer = load(folder, dtype="bfloat16", progress=False).params.layers[0]
+        for field in FIELDS:
+            assert isinstance(getattr(layer, field), PackedInt4 if packed else jax.Array)
+    assert isinstance(
+        load(case.quantized, dtype="bfloat16", packed=False, progress=False).params.layers[0].o, jax.Array
+    )
+
+
+def test_fused_tensors_are_cut_by_rows(tmp_path: pathlib.Path) -> None:
+    """phi3's qkv_proj and gate_up_proj, in a format that packs along the outputs."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "self_attn.qkv_proj": (128, 64),
+        "self_attn.o_proj": (64, 64),
+        "mlp.gate_up_proj": (256, 64),
+        "mlp.down_proj": (64, 128),
+    }
+    base = checkpoints_of.make("awq gemm", tmp_path / "base")
+    plain = {name: array for name, array in base.values.items() if "_proj" not in name}
+    parts, values = dict(plain), dict(plain)
+    for module, (out, inputs) in shapes.items():
+        encoded, dense = checkpoints_of.awq_gemm(rng, out, inputs)
+        parts |= {f"model.layers.0.{module}.{part}": array for part, array in encoded.items()}
+        values[f"model.layers.0.{module}.weight"] = dense
+    config = checkpoints_of.CONFIG | {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+    }
+    checkpoints_of.write(tmp_path / "q", parts, config | {"quantization_config": checkpoints_of.AWQ})
+    checkpoints_of.write(tmp_path / "d", values, config)
+    expected = load_params(tmp_path / "d").layers[0]
+    for packed in (False, True):
+        layer = load_params(tmp_path / "q", packed=packed).layers[0]
+        for field in FIELDS:
+            weight, dense = getattr(layer, field), np.asarray(getattr(expected, field))
+            assert isinstance(weight, PackedInt4) == packed
+            np.testing.assert_allclose(
+                linear(jnp.eye(dense.shape[1], dtype=jnp.float32), weight), dense.T, rtol=2e-6, atol=1e-6
+            )
+
+
+# --- Exceptions, and where configuration and tensors disagree
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "matches"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head", True),
+        ("model.layers.1.mlp.gate", "model.layers.1.mlp.gate", True),
+        ("model.layers.1", "model.layers.1.mlp.down_proj", True),
+        ("model.layers.1", "model.layers.10.mlp.down_proj", False),
+        ("gate", "model.layers.1.mlp.gate_proj", False),
+        ("mlp.gate", "model.layers.1.mlp.gate", True),
+        ("model.language_model.layers.0.mlp.down_proj", "model.layers.0.mlp.down_proj", True),
+        ("model.layers.0.mlp.down_proj", "language_model.model.layers.0.mlp.down_proj", True),
+        ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj", True),
+        ("re:.*self_attn.*", "model.layers.0.self_attn.q_proj", True),
+        ("re:model\\.layers\\.0\\..*", "model.language_model.layers.0.self_attn.q_proj", True),
+        ("re:.*lm_head", "model.layers.0.self_attn.q_proj", False),
+        ("re:(", "model.layers.0.self_attn.q_proj", False),
+        ("model.layers.*.mlp.down_proj", "model.layers.7.mlp.down_proj", True),
+        ("*.o_proj", "model.layers.7.mlp.down_proj", False),
+        ("", "model.layers.7.mlp.down_proj", False),
+    ],
+)  # fmt: skip
+def test_lists_of_exceptions(pattern: str, module: str, matches: bool) -> None:
+    for key in ("modules_to_not_convert", "ignore", "exclude_modules"):
+        assert Announcement({"quant_method": "fp8", key: [pattern]}, "config.json").ignores(module) == matches
+
+
+def test_groups_of_compressed_tensors_are_found_by_name_then_by_class() -> None:
+    settings = checkpoints_of.compressed("pack-quantized", num_bits=4, group_size=32, strategy="group")
+    settings["config_groups"]["group_1"] = {
+        "targets": ["re:.*down_proj"],
+        "weights": {"num_bits": 8, "strategy": "channel"},
+    }
+    announcement = Announcement(settings, "config.json")
+    down, q = (
+        announcement.weight("model.layers.0.mlp.down_proj"),
+        announcement.weight("model.layers.0.self_attn.q_proj"),
+    )
+    assert (down.bits, down.group_size, q.bits, q.group_size) == (8, None, 4, 32)
+    assert announcement.weight("lm_head").bits is None
+
+
+def test_modules_left_out_are_read_as_they_are(tmp_path: pathlib.Path, caplog) -> None:
+    """An exception that the list names is silent; one that it does not name, and one that is none, are said."""
+    case = checkpoints_of.make("fp8 blocks", tmp_path)
+    down = "model.layers.0.mlp.down_proj."
+    tensors = {name: array for name, array in case.tensors.items() if not name.startswith(down)}
+    tensors[down + "weight"] = case.values[down + "weight"]
+    announced = case.config["quantization_config"]
+
+    def warnings(exceptions: list[str]) -> list[str]:
+        caplog.clear()
+        config = case.config | {"quantization_config": announced | {"modules_to_not_convert": exceptions}}
+        with caplog.at_level(logging.WARNING, "jaxinfer"):
+            params = load_params(case.rewrite(tensors, config))
+        np.testing.assert_array_equal(params.layers[0].down, case.values[down + "weight"])
+        return [record.getMessage() for record in caplog.records]
+
+    assert warnings(["lm_head", "model.language_model.layers.0.mlp.down_proj"]) == []
+    (unnamed,) = warnings(["lm_head"])
+    assert re.search(
+        r"1 weights are not quantised, though it does not except them, such as .*down_proj.weight", unnamed
+    )
+    (named,) = warnings(["lm_head", "down_proj", "q_proj"])
+    assert re.search(r"1 weights are quantised, though it excepts them, such as .*q_proj.weight", named)
+
+
+def test_a_quantised_head_is_decoded(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("gptq", tmp_path)
+    parts, values = checkpoints_of.gptq(4, 1)(np.random.default_rng(9), checkpoints_of.VOCAB, checkpoints_of.HIDDEN)
+    tensors = {name: array for name, array in case.tensors.items() if name != "lm_head.weight"}
+    params = load_params(case.rewrite(tensors | {f"lm_head.{part}": array for part, array in parts.items()}))
+    np.testing.assert_array_equal(params.lm_head, values)
+
+
+def test_prefixes_of_a_text_model_inside_another(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("awq gemm", tmp_path, prefix="model.language_model.")
+    for a, b in zip(
+        jax.tree.leaves(load_params(case.quantized)), jax.tree.leaves(load_params(case.dense)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_scales_of_activations_and_of_the_cache_are_skipped(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("fp8 channel", tmp_path)
+    one = np.ones(1, np.float32)
+    extra = {"mlp.up_proj.input_scale": one, "self_attn.k_scale": one, "self_attn.v_scale": one}
+    tensors = case.tensors | {f"model.layers.0.{name}": array for name, array in extra.items()}
+    np.testing.assert_array_equal(
+        load_params(case.rewrite(tensors)).layers[0].o, case.values["model.layers.0.self_attn.o_proj.weight"]
+    )
+
+
+def test_biases_of_zeros_that_old_gptq_files_have(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("gptq", tmp_path)
+    bias = "model.layers.0.mlp.down_proj.bias"
+    load_params(case.rewrite(case.tensors | {bias: np.zeros(64, np.float16)}))
+    with pytest.raises(CheckpointError, match=r"1 unexpected: model\.layers\.0\.mlp\.down_proj\.bias"):
+        load_params(case.rewrite(case.tensors | {bias: np.ones(64, np.float16)}))
+
+
+def test_modelopt_announces_itself_in_a_file_of_its_own(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("nvfp4 modelopt", tmp_path)
+    (case.quantized / "config.json").write_text(json.dumps(checkpoints_of.CONFIG))
+    other = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (case.quantized / "hf_quant_config.json").write_text(json.dumps(other))
+    assert load_params(case.quantized).layers[0].o.shape == (64, 64)
+    other["quantization"]["quant_algo"] = "W4A8_AWQ"
+    (case.quantized / "hf_quant_config.json").write_text(json.dumps(other))
+    with pytest.raises(
+        CheckpointError, match=r"hf_quant_config.json: quantization_config 'W4A8_AWQ' is not supported; use"
+    ):
+        load_params(case.quantized)
+
+
+# --- What is not read, and files that are wrong
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "quantization_config 'torchao' is not supported": {"quant_method": "torchao"},
+    "quantization_config 'quark' is not supported": {"quant_method": "quark"},
+    "quantization_config None is not supported": {"bits": 4},
+    "AWQ version 'gemv_fast' is not supported": {"quant_method": "awq", "version": "gemv_fast"},
+    "GPTQ checkpoint_format 'marlin' is not supported": {"quant_method": "gptq", "checkpoint_format": "marlin"},
+    "compressed-tensors format 'marlin-24' is not": {"quant_method": "compressed-tensors", "format": "marlin-24"},
+    "compressed-tensors with sparsity format 'sparse-24-bitmask'": {
+        "quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"},
+    },
+    "compressed-tensors with transforms": {
+        "quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}},
+    },
+    "bitsandbytes in 8 bits is not supported": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "has bits 'four', expected a whole number": {"quant_method": "awq", "bits": "four"},
+    "has blocks of [128], expected two whole numbers": {"quant_method": "fp8", "weight_block_size": [128]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_not_read_is_refused_by_name(message: str, nested: bool) -> None:
+    announced = {"quantization_config": REFUSED[message]}
+    config = {"text_config": announced} if nested else announced
+
+    def settings() -> object:
+        announcement = find_announcement(config, {}, "config.json", "hf_quant_config.json")
+        return announcement and announcement.weight("model.layers.0.mlp.down_proj")
+
+    with pytest.raises(CheckpointError) as caught:
+        settings()
+    text = str(caught.value)
+    assert text.startswith("config.json: ")
+    assert message in text
+    assert "; use the original checkpoint" in text or "; download the file again" in text
+
+
+def test_bitsandbytes_in_8_bits_is_refused_by_its_tensors(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("int8", tmp_path)
+    tensors = {name.replace("weight_scale", "SCB"): array for name, array in case.tensors.items()}
+    config = {key: value for key, value in case.config.items() if key != "quantization_config"}
+    with pytest.raises(
+        CheckpointError, match=r"_proj\.weight: bitsandbytes in 8 bits is not supported; use the original"
+    ):
+        load(case.rewrite(tensors, config), progress=False)
+
+
+@pytest.mark.parametrize("name", ["awq gemm", "gptq", "packed int4", "nvfp4", "fp8 blocks", "nf4", "hqq"])
+def test_a_part_that_is_missing_or_too_many_is_named(name: str, tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make(name, tmp_path)
+    module = "model.layers.0.mlp.up_proj."
+    required = {
+        "awq gemm": "qzeros", "gptq": "scales", "packed int4": "weight_shape", "nvfp4": "weight_scale",
+        "fp8 blocks": "weight", "nf4": "weight.quant_map", "hqq": "zero",
+    }[name]  # fmt: skip
+    tensors = {key: array for key, array in case.tensors.items() if key != module + required}
+    with pytest.raises(CheckpointError, match=rf"up_proj\.weight: has model.* but no {required}.*download all of them"):
+        load_params(case.rewrite(tensors))
+    with pytest.raises(CheckpointError, match=r"1 unexpected: model\.layers\.0\.mlp\.up_proj\.stray"):
+        load_params(case.rewrite(case.tensors | {module + "stray": np.zeros(3, np.float32)}))
+
+
+def test_shapes_of_another_model_are_refused_before_anything_is_read(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("gptq", tmp_path)
+    config = case.config | {"intermediate_size": 96}
+    with pytest.raises(
+        CheckpointError, match=r"wrong shapes: layers\.0\.gate_proj\.weight.* is \[128, 64\], expected \[96, 64\]"
+    ):
+        load_params(case.rewrite(case.tensors, config))
+
+
+def test_a_truncated_file_is_refused(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("gptq", tmp_path)
+    path = case.quantized / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_params(case.quantized)
+
+
+def test_float16_that_overflows_is_refused(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("fp8 tensor", tmp_path)
+    scale = "model.layers.0.mlp.up_proj.weight_scale"
+    folder = case.rewrite(case.tensors | {scale: np.full(1, 1e6, np.float32)})
+    load(folder, dtype="bfloat16", progress=False)
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight has values beyond float16's 65504; use bfloat16"):
+        load(folder, dtype="float16", progress=False)
+
+
+def test_reading_a_range_of_rows(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("awq gemm", tmp_path)
+    folder = open_folder(case.quantized)
+    assert isinstance(folder, QuantizedFolder)
+    name = "model.layers.0.mlp.up_proj.weight"
+    np.testing.assert_array_equal(folder.read(name, slice(5, 77)), case.values[name][5:77])
+    assert folder.tensors[name].shape == (128, 64)
+    for rows in (slice(5, 200), slice(0, 10, 2), slice(9, 5)):
+        with pytest.raises(ValueError, match="has 128 rows, which do not contain"):
+            folder.read(name, rows)
+    with pytest.raises(ValueError, match="do not fit an array"):
+        folder.read_into(name, np.empty((3, 3), np.float32))
+    folder.close()
