@@ -1,11 +1,13 @@
 """The NumPy twin of `pallas_kernels.int4_matmul.warp.Int4Warp`, and the whole kernel run on it."""
 
+import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from simulated_warp import SimulatedWarp, run_cluster, uniform
+from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
 from pallas_kernels.int4_matmul import PackedInt4, mosaic
 from pallas_kernels.int4_matmul.plan import Plan, Schedule
@@ -17,6 +19,28 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "uint8": np.dtype(np.uint8),
 }
+
+
+@dataclasses.dataclass
+class Phase:
+    """One use of an mbarrier: the bytes it waits for, the copies under way, and whether they have been waited for."""
+
+    size: int
+    copies: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)
+    placed: bool = False
+
+    @property
+    def asked(self) -> bool:
+        return self.placed or sum(data.size for _, data in self.copies) == self.size
+
+
+class Arrival:
+    """An mbarrier: its phases, and how many of them each warp has waited for."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.seen: dict[int, int] = {}
+        self.changed = threading.Condition()
 
 
 class SimulatedInt4Warp(SimulatedWarp):
@@ -80,6 +104,94 @@ class SimulatedInt4Warp(SimulatedWarp):
         assert a.dtype == b.dtype == c.dtype == np.float32
         return (a.astype(np.float64) * b + c).astype(np.float32)
 
+    # Bulk copies arrive as late as they may, too: when somebody waits for them.
+    def one_thread(self, body: Callable[[], None]) -> None:
+        if self.thread[0] == 0:
+            body()
+
+    @property
+    def arrivals(self) -> dict[int, "Arrival"]:
+        return self.cluster.__dict__.setdefault("arrivals", {})
+
+    def arrival_init(self, barrier: np.ndarray) -> None:
+        self.arrivals[uniform(barrier)] = Arrival()
+
+    def arrival_fence(self) -> None:
+        pass
+
+    def arrival_expect(self, barrier: np.ndarray, size: np.ndarray) -> None:
+        self.arrivals[uniform(barrier)].phases.append(Phase(uniform(size)))
+
+    def bulk_copy(
+        self, address: np.ndarray, ref: np.ndarray, offset: np.ndarray, size: np.ndarray, barrier: np.ndarray
+    ) -> None:
+        arrival = self.arrivals[uniform(barrier)]
+        with arrival.changed:
+            phase = arrival.phases[-1]
+            phase.copies.append(self._fetch(uniform(address), ref, uniform(offset), uniform(size)))
+            assert sum(data.size for _, data in phase.copies) <= phase.size, "more bytes than the barrier expects"
+            arrival.changed.notify_all()
+
+    def arrival_wait(self, barrier: np.ndarray, parity: np.ndarray) -> None:
+        arrival, me = self.arrivals[uniform(barrier)], int(self.warp[0])
+        with arrival.changed:
+            seen = arrival.seen.get(me, 0)
+            assert uniform(parity) == seen % 2, "waits for another phase than its next"
+            arrival.seen[me] = seen + 1
+            asked = arrival.changed.wait_for(
+                lambda: seen < len(arrival.phases) and arrival.phases[seen].asked, timeout=60
+            )
+            assert asked, "the bytes that the barrier waits for will never come"
+            phase = arrival.phases[seen]
+            if not phase.placed:
+                self._place(phase.copies)
+                phase.placed = True
+
+    def code_bytes(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
+        bits = word.view(np.uint32)
+        return tuple(((bits >> np.uint32(shift)) & np.uint32(0x0F0F0F0F)).view(np.int32) for shift in (0, 4))
+
+    def mma_bytes(
+        self, acc: list[np.ndarray], a: list[np.ndarray], b: list[np.ndarray], *, signed: bool
+    ) -> tuple[np.ndarray, ...]:
+        """The fragment layouts of mma.m16n8k32 for bytes as the PTX manual gives them; m16n8k16 is its first half."""
+        group, quad = LANE // 4, LANE % 4
+        left, right = np.zeros((16, 32), np.int64), np.zeros((32, 8), np.int64)
+        for i, words in enumerate(a):
+            for byte in range(4):
+                left[group + 8 * (i % 2), 16 * (i // 2) + 4 * quad + byte] = self._bytes(words)[:, byte]
+        for i, words in enumerate(b):
+            numbers = self._bytes(words).view(np.int8 if signed else np.uint8)
+            for byte in range(4):
+                right[16 * i + 4 * quad + byte, group] = numbers[:, byte]
+        product = left @ right
+        return tuple((acc[e] + product[group + 8 * (e // 2), 2 * quad + e % 2]).astype(np.int32) for e in range(4))
+
+    def as_number(self, bits: np.ndarray) -> np.ndarray:
+        return bits.view(np.float32)
+
+    def largest(self, words: list[np.ndarray]) -> np.ndarray:
+        magnitudes = np.concatenate([self._halves(word) & 0x7FFF for word in words], axis=1)
+        return magnitudes.max(axis=1).astype(np.int32)
+
+    def factor_to_integers(self, bits: np.ndarray) -> np.ndarray:
+        return np.exp2(148 - np.maximum(bits >> 7, 30).astype(np.float32))
+
+    def factor_from_integers(self, bits: np.ndarray) -> np.ndarray:
+        factor = np.exp2(np.maximum(bits >> 7, 30).astype(np.float32) - 148)
+        return np.where(bits < 0x7F80, factor, np.float32(np.nan))
+
+    def digits(self, words: list[np.ndarray], factor: np.ndarray) -> tuple[np.ndarray, ...]:
+        numbers = np.concatenate([self._halves(word) for word in words], axis=1).view(ml_dtypes.bfloat16)
+        scaled = np.nan_to_num(np.rint(numbers.astype(np.float64) * factor[:, None])).astype(np.int32)
+        assert (np.abs(scaled) < 1 << 22).all()
+        in_order = scaled[:, [0, 2, 1, 3]]
+        bytes_ = [(in_order >> 8 * i).astype(np.int8) for i in range(3)]
+        return tuple(np.ascontiguousarray(byte).view(np.int32)[:, 0] for byte in bytes_)
+
+    def mma(self, acc: list[np.ndarray], a: list[np.ndarray], b: list[np.ndarray]) -> tuple[np.ndarray, ...]:
+        return super().mma(acc, a, b, "bf16")
+
     def codes(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
         bits = word.view(np.uint32)
         return tuple(
@@ -91,7 +203,7 @@ class SimulatedInt4Warp(SimulatedWarp):
         self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray | None, constant: int = 0
     ) -> tuple[np.ndarray, ...]:
         keep = np.ones(32, bool) if predicate is None else predicate
-        return super().load_words(ref, offset, count, keep, constant)
+        return super().load_words(ref, offset + constant, count, keep)
 
     def shared_words(self, address: np.ndarray, constant: int = 0) -> tuple[np.ndarray, ...]:
         address = address + constant
@@ -140,7 +252,7 @@ def simulate(x: np.ndarray, weight: PackedInt4, schedule: Schedule, out_dtype: s
             *(None if a is None else np.ascontiguousarray(a).reshape(-1) for a in (weight.codes, weight.scales)),
             None if weight.offsets is None else np.ascontiguousarray(weight.offsets).reshape(-1),
         ),
-        x=np.ascontiguousarray(x).reshape(-1).view(np.uint16),
+        x=np.ascontiguousarray(x).reshape(-1).view(np.uint8),
         out=out,
         out_dtype=out_dtype,
     )

@@ -114,10 +114,10 @@ def test_hopper_kernel_on_simulated_warps(rows, out_features, in_features, group
     [
         Schedule(warps=4, blocks=2),
         Schedule(warps=4, parts=1, strips=1, depth=1, blocks=1),
-        Schedule(warps=8, parts=1, strips=3, depth=2, blocks=3),
-        Schedule(warps=12, parts=1, strips=2, depth=4, blocks=7),
-        Schedule(warps=16, parts=2, strips=8, depth=1, blocks=2),
-        Schedule(warps=4, parts=3, strips=2, depth=2, blocks=4),
+        Schedule(warps=8, parts=1, strips=2, depth=3, blocks=3),
+        Schedule(warps=12, parts=1, strips=2, depth=4, blocks=7, digits=True),
+        Schedule(warps=16, parts=2, strips=2, depth=2, blocks=2),
+        Schedule(warps=4, parts=3, strips=2, depth=2, blocks=4, digits=True),
     ],
 )
 def test_every_schedule_computes_the_same(schedule: Schedule) -> None:
@@ -134,7 +134,7 @@ def test_kernel_lowers_for_cuda(rows: int, out_features: int, in_features: int) 
 
 
 @pytest.mark.parametrize(
-    "schedule", [Schedule(warps=4), Schedule(warps=28, parts=1, strips=2), Schedule(early_launch=True)]
+    "schedule", [Schedule(warps=4), Schedule(warps=28, parts=1, strips=2, depth=2), Schedule(digits=True)]
 )
 def test_schedules_lower_for_cuda(schedule: Schedule) -> None:
     lower(8, 256, 1024, 128, "zero_point", schedule)

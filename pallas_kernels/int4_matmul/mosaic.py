@@ -1,18 +1,18 @@
 """Fused INT4 dequantise-and-multiply for Hopper, for the few rows of a decode step.
 
-The product is computed as out^T = W x^T: 16 output features are the large operand of `mma.m16n8k16`, 8 tokens the small
+The product is computed as out^T = W x^T: 16 output features are the large operand of an `mma`, 8 tokens the small
 one. A warp owns 128 or 256 inputs for the whole kernel and keeps their x in registers, in fragment order; a block's
-warps own neighbouring inputs and walk through strips of 16 output features. Weights and scales travel by asynchronous
-copies into a ring that each warp has for itself, several strips ahead, and each lane reads back the words it has
-copied, so the loop needs no barrier for them. After every few strips the warps' sums are added in shared memory in a
-fixed order, so results are reproducible. Blocks that share an output feature write float32 partial sums, which XLA adds
-inside whatever comes next; sixteen warps of 256 inputs need none for up to 4096 inputs.
+warps own neighbouring inputs and walk through strips of 16 output features. Weights and scales travel by bulk copies
+into a ring of stages, asked for several strips ahead, the first of them before anything else is done: memory must never
+wait for arithmetic. After every few strips the warps' sums are added in shared memory in a fixed order, so results are
+reproducible. Blocks that share an output feature write float32 partial sums, which XLA adds inside whatever comes next;
+sixteen warps of 256 inputs need none for up to 4096 inputs.
 
-Codes become bf16 by bit tricks (0x4300 | code is 128 + code). Scale, zero point or minimum enter once a group:
+Scale, zero point or minimum enter once a group:
 
-    sum_k x_k w_k = scale * sum_k x_k (128 + code_k) + bias * sum_k x_k
+    sum_k x_k w_k = scale * sum_k x_k (c + code_k) + bias * sum_k x_k
 
-with bias = -scale (128 + zero) or minimum - 128 scale, in float32; sum_k x_k is computed once for the whole kernel.
+in float32; what c is, and how the sums are made, is in operands.py. sum_k x_k is computed once for the whole kernel.
 
 docs/kernels.md has the layout, the reasons and the measurements.
 """
@@ -27,12 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, Kind, PackedInt4, steps_per_run
-from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan, Schedule
+from pallas_kernels.int4_matmul.operands import Digits, Halves, bias_of
+from pallas_kernels.int4_matmul.packing import STRIP, Kind, PackedInt4
+from pallas_kernels.int4_matmul.plan import Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Stream, Weights
 from pallas_kernels.int4_matmul.warp import Int4Warp
-
-ONES = 0x3F803F80  # two bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,52 +51,32 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """One warp's work: the instructions are emitted through `w`, an Int4Warp (or its NumPy twin in the tests)."""
     schedule = plan.schedule
     group, quad = w.lane // 4, w.lane % 4
-    zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
+    zero, one, other_buffer = w.integer(0), w.integer(1), w.integer(plan.buffer_bytes)
     stream = Stream(w, plan, a.weights, slice_, block)
-
-    def fill(strips: range) -> None:
-        for d in strips:
-            stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
-        w.warp_barrier()  # ptxas would move the loads of x to where it is used, behind all weights
-
-    fill(range(schedule.ahead))
-    if schedule.early_launch:
-        w.early_launch_wait()
-    tokens = load_tokens(w, plan, a, stream.first_tile)
-    w.warp_barrier()
-    fill(range(schedule.ahead, schedule.depth))
-
-    nothing, ones = [w.number(0.0)] * 4, [w.integer(ONES)] * 4
-    steps = [(t, s) for t in range(plan.warp_tiles) for s in range(COLUMNS // 16)]
-    per_segment = plan.segment // 16
-    segments = [steps[i : i + per_segment] for i in range(0, len(steps), per_segment)]
-    token_sums = []  # [segment][token block]: sums of x of this lane's two tokens
-    for segment in segments:
-        sums = [nothing] * plan.token_blocks
-        for t, s in segment:
-            sums = [w.mma(total, ones, words) for total, words in zip(sums, tokens[t][s], strict=True)]
-        token_sums.append([total[:2] for total in sums])
+    stream.open()
+    x = (Digits if schedule.digits else Halves)(w, plan, a.x, stream.first_tile)
+    # Others may wait for copies from here on. Without a barrier, ptxas would move the loads of x to where x is used.
+    w.block_barrier()
+    x.prepare()
+    nothing = [w.number(0.0)] * 4
 
     def turn(index: Any, carry: Any) -> Any:
-        slot, next_slot, place, buffer, end = carry
-        stream.start(index + schedule.depth, next_slot)
-        stream.wait()
-        base = stream.ring + slot
-        pieces = [w.shared_words(base + w.lane * 16, t * PIECE_BYTES) for t in range(plan.warp_tiles)]
+        stage, parity, place, buffer, end = carry
+        stream.wait(stage, parity)
+        pieces = stream.words(stage)
         totals = [nothing] * plan.token_blocks
-        for i, segment in enumerate(segments):
-            products = [nothing] * plan.token_blocks
-            for t, s in segment:
-                codes = w.codes(pieces[t][s])
-                products = [w.mma(p, codes, words) for p, words in zip(products, tokens[t][s], strict=True)]
-            scale, bias = scale_and_bias(base, i)
+        for i in range(plan.segments):
+            products = x.product(pieces, i)
+            scale = stream.pair(stage, i, a.scale_dtype)
+            offset = None if a.offset_dtype is None else stream.pair(stage, i, a.offset_dtype, offsets=True)
+            bias = bias_of(w, a.kind, x.code_bias, scale, offset)
             totals = [
                 [w.fma(scale[e // 2], product[e], w.fma(bias[e // 2], of_tokens[e % 2], total[e])) for e in range(4)]
-                for total, product, of_tokens in zip(totals, products, token_sums[i], strict=True)
+                for total, product, of_tokens in zip(totals, products, x.of_tokens[i], strict=True)
             ]
         sums = buffer + place * plan.strip_bytes + (w.warp * plan.sums_bytes + plan.sums_start)
         sums = sums + quad * (2 * plan.token_bytes) + group * 4
-        for b, total in enumerate(totals):
+        for b, total in enumerate(x.finished(totals)):
             for e in range(4):
                 inside = None if 8 * b + 8 <= plan.rows else quad * 2 + (8 * b + e % 2) < plan.rows
                 w.shared_store(sums, total[e], inside, (8 * b + e % 2) * plan.token_bytes + 32 * (e // 2))
@@ -107,12 +86,14 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
         def add() -> None:
             w.block_barrier()
+            stream.refill(following - done, done)
             store(stream.first_strip + following - done, done, buffer)
 
         w.when(full, add)
+        around = w.integer(schedule.depth) <= stage + 1
         return (
-            stream.after(slot),
-            stream.after(next_slot),
+            w.select(around, zero, stage + 1),
+            w.select(around, one - parity, parity),
             w.select(full, zero, done),
             w.select(full, other_buffer - buffer, buffer),
             w.select(full, at_most(end + schedule.strips), end),
@@ -120,18 +101,6 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
     def at_most(index: Any) -> Any:
         return w.select(index < stream.count, index, stream.count)
-
-    def scale_and_bias(base: Any, segment: int) -> tuple[Any, Any]:
-        """Two each, of this lane's two rows."""
-        place = plan.words_bytes + segment * STRIP * plan.scale_bytes
-        scale = w.shared_pair(base + group * (2 * plan.scale_bytes), a.scale_dtype, place)
-        if a.kind == "symmetric":
-            return scale, [s * -136.0 for s in scale]
-        place = plan.offsets_start + segment * STRIP * plan.offset_bytes
-        offset = w.shared_pair(base + group * (2 * plan.offset_bytes), a.offset_dtype, place)
-        if a.kind == "zero_point":
-            return scale, [s * (o * -1.0 - 128.0) for s, o in zip(scale, offset, strict=True)]
-        return scale, [w.fma(s, w.number(-128.0), o) for s, o in zip(scale, offset, strict=True)]
 
     def store(first_strip: Any, strips: Any, buffer: Any) -> None:
         """Adds the warps' sums of some strips, in order, and writes them."""
@@ -149,33 +118,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
                 a.out, (slice_ * plan.rows + token) * plan.out_features + feature, total, a.out_dtype, inside
             )
 
-    next_slot, end = w.integer(schedule.depth * plan.slot_bytes), at_most(w.integer(schedule.strips))
-    w.loop(stream.count, (zero, next_slot, zero, zero, end), turn)
-
-
-def load_tokens(w: Any, plan: Plan, a: Arguments, first_tile: Any) -> list[list[list[Any]]]:
-    """The warp's x, [tile][step][token block], two words a lane in the order of an mma's small operand."""
-    group, quad, run = w.lane // 4, w.lane % 4, steps_per_run(plan.group_size)
-    column = first_tile * COLUMNS + quad * (4 * run)
-    offset = group * plan.in_features + column
-
-    def load(first_column: int, b: int) -> list[Any]:
-        """Two words for each step of the run that begins at a column."""
-        inside = column + first_column < plan.in_features if plan.ragged else None
-        if 8 * b + 8 > plan.rows:
-            within = group + 8 * b < plan.rows
-            inside = within if inside is None else inside & within
-        words = w.load_words(a.x, offset, 2 * run, inside, 8 * b * plan.in_features + first_column)
-        return [words[2 * i : 2 * i + 2] for i in range(run)]
-
-    tokens = []
-    for t in range(plan.warp_tiles):
-        steps = []
-        for first_step in range(0, COLUMNS // 16, run):
-            blocks = [load(t * COLUMNS + 16 * first_step, b) for b in range(plan.token_blocks)]
-            steps += [[words[i] for words in blocks] for i in range(run)]
-        tokens.append(steps)
-    return tokens
+    w.loop(stream.count, (zero, zero, zero, zero, at_most(w.integer(schedule.strips))), turn)
 
 
 def arguments_of(weight: PackedInt4, *, out_dtype: str, **arrays: Any) -> Arguments:
@@ -228,8 +171,6 @@ def partial_sums(
             w = Int4Warp(shared)
             program(w, plan, arguments, w.scalar(slice_), w.scalar(block))
 
-        if schedule.early_launch:
-            plgpu.griddepcontrol_launch_dependents()
         emit(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
 
     threads = {"num_threads": schedule.warps // 4, "thread_name": "warpgroup"} if schedule.warps > 4 else {}

@@ -12,17 +12,13 @@ MULTIPROCESSORS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA GH2
 SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 2048
 """Shared memory of a multiprocessor, and what every block takes for the system (1 KB) and the compiler."""
 SHAPES = {
-    8: [(16, 2), (8, 2), (28, 1), (16, 1), (8, 1), (4, 1)],
-    16: [(16, 2), (8, 2), (16, 1), (8, 1), (4, 1)],
-    32: [(16, 1), (8, 1), (4, 1)],
-    64: [(8, 1), (4, 1)],
+    8: [(16, 2, 1), (8, 2, 2), (16, 1, 1), (8, 1, 2), (4, 1, 4)],
+    16: [(16, 2, 1), (8, 2, 2), (16, 1, 1), (8, 1, 2), (4, 1, 4)],
+    32: [(16, 1, 1), (8, 1, 2), (4, 1, 4)],
+    64: [(8, 1, 1), (4, 1, 2)],
 }
-"""By the most rows, what x leaves registers for: warps and parts, the better of two equal ones first."""
-MEASURED: dict[tuple[int, int, int], tuple[int, int]] = {}
-"""Warps and parts by the most rows (8, 16, 32 or 64), in_features and out_features: the fastest of those tried on an
-
-H200 (docs/kernels.md).
-"""
+"""By the most rows, what x leaves registers for: warps, parts and blocks at once; the first of equals is taken."""
+DIGITS_MAX_ROWS = 8
 
 
 def plan_for(rows: int, weight: PackedInt4, device_kind: str = "NVIDIA H200") -> Plan:
@@ -33,24 +29,22 @@ def plan_for(rows: int, weight: PackedInt4, device_kind: str = "NVIDIA H200") ->
 @functools.cache
 def _best(plan: Plan, multiprocessors: int) -> Plan:
     most_rows = min(most for most in SHAPES if plan.rows <= most)
-    measured = MEASURED.get((most_rows, plan.in_features, plan.out_features))
-    shapes = [measured] if measured is not None and multiprocessors == 132 else SHAPES[most_rows]
     plans = []
-    for warps, parts in shapes:
-        resident = max(1, (16 if most_rows <= 32 else 8) // warps)
-        schedule = Schedule(warps=warps, parts=parts, blocks=multiprocessors * resident)
+    for warps, parts, resident in SHAPES[most_rows]:
+        blocks, digits = multiprocessors * resident, plan.rows <= DIGITS_MAX_ROWS
+        schedule = Schedule(warps=warps, parts=parts, strips=2, depth=12, blocks=blocks, digits=digits)
         plans += _fitted(plan, schedule, resident)
     return min(plans, key=_waste)
 
 
 def _fitted(plan: Plan, schedule: Schedule, resident: int) -> list[Plan]:
-    """The plan with most weights in flight and fewest additions of sums for which shared memory has room, if any."""
+    """The plan with most weights in flight, then fewest additions of sums, for which shared memory has room, if any."""
     plans = []
     for depth, strips in itertools.product(range(1, schedule.depth + 1), range(1, schedule.strips + 1)):
         fitted = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, strips=strips, depth=depth))
-        if (fitted.shared_bytes + RESERVED_BYTES) * resident <= SHARED_BYTES:
+        if strips <= depth and (fitted.shared_bytes + RESERVED_BYTES) * resident <= SHARED_BYTES:
             plans.append(fitted)
-    return sorted(plans, key=lambda p: (p.schedule.depth * p.schedule.strips, p.schedule.depth))[-1:]
+    return sorted(plans, key=lambda p: (p.schedule.depth, p.schedule.strips))[-1:]
 
 
 def _waste(plan: Plan) -> float:

@@ -4,6 +4,8 @@
 MLIR inside `plgpu.inline_mgpu`. The tests run the same description through a NumPy twin.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +67,115 @@ class Int4Warp:
         operands = [v.ir for v in (*a, *b, *acc)]
         return tuple(Value(v) for v in mgpu_utils.inline_ptx(ptx, *operands, result_types=[ir.F32Type.get()] * 4))
 
+    # x as three bytes, and codes as bytes
+    def code_bytes(self, word: Value) -> Words:
+        """Eight codes -> two words of four bytes."""
+        i32, words = _int(32), []
+        for shift in (0, 4):
+            shifted = arith.shrui(word.ir, mgpu_utils.c(shift, i32)) if shift else word.ir
+            words.append(Value(arith.andi(shifted, mgpu_utils.c(0x0F0F0F0F, i32))))
+        return tuple(words)
+
+    def mma_bytes(self, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value], *, signed: bool) -> Words:
+        """mma.m16n8k32 of unsigned with signed or unsigned bytes, integer sums; m16n8k16 for two words of a."""
+        count = len(a)
+        registers = [f"${i}" for i in range(4 + count + len(b) + 4)]
+        braces = ["{" + ", ".join(registers[i:j]) + "}" for i, j in itertools.pairwise((0, 4, 4 + count, -4, None))]
+        kind = f"m16n8k{8 * count}.row.col.s32.u8.{'s' if signed else 'u'}8.s32"
+        operands = [v.ir for v in (*a, *b, *acc)]
+        got = mgpu_utils.inline_ptx(
+            f"mma.sync.aligned.{kind} {', '.join(braces)};", *operands, result_types=[_int(32)] * 4
+        )
+        return tuple(Value(v) for v in got)
+
+    def as_number(self, bits: Value) -> Value:
+        return Value(llvm.bitcast(ir.F32Type.get(), bits.ir))
+
+    def largest(self, words: Sequence[Value]) -> Value:
+        """The bits of the largest magnitude among pairs of bfloat16; infinity and NaN are larger than all numbers."""
+        i32 = _int(32)
+        pairs = [arith.andi(word.ir, mgpu_utils.c(0x7FFF7FFF, i32)) for word in words]
+        both = functools.reduce(lambda x, y: llvm.inline_asm(i32, [x, y], "max.u16x2 $0, $1, $2;", "=r,r,r"), pairs)
+        low, high = arith.andi(both, mgpu_utils.c(0xFFFF, i32)), arith.shrui(both, mgpu_utils.c(16, i32))
+        return Value(arith.maxui(low, high))
+
+    def factor_to_integers(self, bits: Value) -> Value:
+        """The power of two that takes numbers up to the magnitude with these bfloat16 bits to less than 2^22."""
+        exponent = arith.maxui(arith.shrui(bits.ir, mgpu_utils.c(7, _int(32))), mgpu_utils.c(30, _int(32)))
+        field = arith.subi(mgpu_utils.c(275, _int(32)), exponent)
+        return self.as_number(Value(arith.shli(field, mgpu_utils.c(23, _int(32)))))
+
+    def factor_from_integers(self, bits: Value) -> Value:
+        """Its inverse; NaN for a magnitude that is not finite, whose integers mean nothing."""
+        exponent = arith.maxui(arith.shrui(bits.ir, mgpu_utils.c(7, _int(32))), mgpu_utils.c(30, _int(32)))
+        field = arith.subi(exponent, mgpu_utils.c(21, _int(32)))
+        number = self.as_number(Value(arith.shli(field, mgpu_utils.c(23, _int(32)))))
+        return self.select(bits < 0x7F80, number, self.number(float("nan")))
+
+    def digits(self, words: Sequence[Value], factor: Value) -> Words:
+        """Four bfloat16 numbers times `factor`, as integers of up to 22 bits and sign -> their bytes, lowest first.
+
+        The order within a word is that of the numbers 0, 2, 1, 3, as in a word of codes.
+        """
+        i32, f32 = _int(32), ir.F32Type.get()
+
+        def integer(bits: ir.Value) -> ir.Value:
+            # Added to 1.5 x 2^23, an integer stands in the bits of the sum, 0x400000 above itself.
+            return llvm.bitcast(i32, llvm.intr_fma(llvm.bitcast(f32, bits), factor.ir, mgpu_utils.c(12582912.0, f32)))
+
+        def permute(a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
+            return llvm.inline_asm(i32, [a, b], f"prmt.b32 $0, $1, $2, {selector:#06x};", "=r,r,r")
+
+        a, c = (integer(arith.shli(word.ir, mgpu_utils.c(16, i32))) for word in words)
+        b, d = (integer(arith.andi(word.ir, mgpu_utils.c(-65536, i32))) for word in words)
+        even, odd = permute(a, c, 0x5140), permute(b, d, 0x5140)
+        top = permute(permute(a, c, 0x0062), permute(b, d, 0x0062), 0x5410)
+        # Byte by byte less 0x40: with the highest bit set no byte borrows from the next.
+        ones = mgpu_utils.c(-0x7F7F7F80, i32)
+        top = arith.xori(arith.subi(arith.ori(top, ones), mgpu_utils.c(0x40404040, i32)), ones)
+        return Value(permute(even, odd, 0x5410)), Value(permute(even, odd, 0x7632)), Value(top)
+
+    def shuffle_xor(self, x: Value, mask: int) -> Value:
+        return Value(mgpu_utils.shfl_bfly(x.ir, mask))
+
+    def shuffle(self, x: Value, source_lane: Value) -> Value:
+        """x, a float32, of lane `source_lane`, which may differ from lane to lane."""
+        ptx = "shfl.sync.idx.b32 $0, $1, $2, 0x1F, 0xFFFFFFFF;"
+        return Value(llvm.inline_asm(ir.F32Type.get(), [x.ir, source_lane.ir], ptx, "=f,f,r", has_side_effects=True))
+
     # From global to shared memory
+    def one_thread(self, body: Callable[[], None]) -> None:
+        """body() in one thread of the block."""
+        self.when(self.thread < 1, body)
+
+    def arrival_init(self, barrier: Value) -> None:
+        """Makes the 8 bytes at `barrier` an mbarrier on which one thread arrives."""
+        self._emit("mbarrier.init.shared::cta.b64 [$0], 1;", "r", arith.addi(self._scratch, barrier.ir))
+
+    def arrival_fence(self) -> None:
+        """New barriers are seen by the hardware that copies; other threads see them after a block barrier."""
+        self._emit("fence.mbarrier_init.release.cluster;", "")
+        self._emit("fence.proxy.async.shared::cta;", "")
+
+    def arrival_expect(self, barrier: Value, size: Value) -> None:
+        """Arrives, and has the barrier wait for `size` bytes too."""
+        address = arith.addi(self._scratch, barrier.ir)
+        self._emit("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r", address, size.ir)
+
+    def bulk_copy(self, address: Value, ref: ir.Value, offset: Value, size: Value, barrier: Value) -> None:
+        """Starts a copy of `size` bytes, a multiple of 16, from byte `offset` of `ref` to shared memory."""
+        ptx = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+        to, arrived = (arith.addi(self._scratch, v.ir) for v in (address, barrier))
+        self._emit(ptx, "r,l,r,r", to, self._pointer(ref, offset, 1), size.ir, arrived)
+
+    def arrival_wait(self, barrier: Value, parity: Value) -> None:
+        """Waits until the phase of this parity, 0 for the first, is complete."""
+        ptx = (
+            "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; "
+            "@done bra over; bra again; over: }"
+        )
+        self._emit(ptx, "r,r", arith.addi(self._scratch, barrier.ir), parity.ir)
+
     def copy_async(
         self, address: Value, ref: ir.Value, offset: Value, predicate: Value, *, to: int = 0, source: int = 0
     ) -> None:

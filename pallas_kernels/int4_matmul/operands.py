@@ -1,0 +1,171 @@
+"""The small operand of the Hopper INT4 kernel: one warp's share of x, in registers for the whole kernel.
+
+Two ways to multiply it with codes, behind the same few methods:
+
+- `Halves`: x as it is, bfloat16, and codes turned into bfloat16 128 + code (0x4300 | code): four `lop3` and three
+  shifts for each word of eight codes, all of which go to the pipe that takes one instruction every second clock.
+- `Digits`: x as 23-bit integers relative to the largest of the warp's inputs, cut into three bytes, and codes left what
+  they are, bytes from 0 to 15: two `and` and one shift a word, twice the inputs for each `mma`, exact sums in 32
+  bits. That takes half as many registers again for x, and so serves 8 tokens.
+
+Values of x are rounded to 2^-22 of the largest (of those that the warp holds for the same token): bfloat16 numbers down
+to 2^-14 of it are exact.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pallas_kernels.int4_matmul.packing import COLUMNS, Kind, steps_per_run
+from pallas_kernels.int4_matmul.plan import Plan
+
+ONES = 0x3F803F80  # two bfloat16
+BYTES_OF_ONE = 0x01010101
+MAGIC = 0x4B400000
+"""Bits of the float32 number 1.5 x 2^23: adding an integer of up to 22 bits to the bits adds it to the number."""
+MAGIC_NUMBER = 12582912.0
+
+type Sums = Sequence[Sequence[Any]]
+"""[token block][element of an mma's result]"""
+
+
+class Halves:
+    """x in bfloat16."""
+
+    code_bias = 128.0
+    """What a code of 0 is multiplied as."""
+
+    def __init__(self, w: Any, plan: Plan, x: Any, first_tile: Any):
+        self.w, self.plan = w, plan
+        self._words = load_tokens(w, plan, x, first_tile)
+        self._segments = segments_of(plan)
+
+    def prepare(self) -> None:
+        """Sums of x: `of_tokens[segment][token block]` are those of this lane's two tokens."""
+        w = self.w
+        self.of_tokens = [
+            [total[:2] for total in self._multiplied(segment, lambda t, s: [w.integer(ONES)] * 4)]
+            for segment in self._segments
+        ]
+
+    def product(self, pieces: Sequence[Any], segment: int) -> Sums:
+        """x times 128 + code over the inputs of a segment."""
+        return self._multiplied(self._segments[segment], lambda t, s: self.w.codes(pieces[t][s]))
+
+    def _multiplied(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
+        totals = [[self.w.number(0.0)] * 4 for _ in range(self.plan.token_blocks)]
+        for t, s in steps:
+            codes = operand(t, s)
+            totals = [self.w.mma(p, codes, words) for p, words in zip(totals, self._words[t][s], strict=True)]
+        return totals
+
+    def finished(self, totals: Sums) -> Sums:
+        return totals
+
+
+class Digits:
+    """x as three bytes, x = factor (65536 b2 + 256 b1 + b0), with b2 signed and a factor for each token."""
+
+    code_bias = 0.0
+
+    def __init__(self, w: Any, plan: Plan, x: Any, first_tile: Any):
+        self.w, self.plan = w, plan
+        self._words = load_tokens(w, plan, x, first_tile)
+        self._segments = segments_of(plan)
+
+    def prepare(self) -> None:
+        w = self.w
+        largest = [self._largest(b) for b in range(self.plan.token_blocks)]
+        factors = [w.factor_to_integers(bits) for bits in largest]
+        # [tile][step][token block]: three words of four bytes.
+        self._digits = [
+            [[w.digits(words, f) for words, f in zip(step, factors, strict=True)] for step in tile]
+            for tile in self._words
+        ]
+        # A result's two tokens are 2 quad and 2 quad + 1; a loaded word's is the lane's group.
+        mine = w.lane % 4 * 8
+        back = [w.factor_from_integers(bits) for bits in largest]
+        self._back = [[w.shuffle(factor, mine + 4 * i) for i in range(2)] for factor in back]
+        ones = [w.integer(BYTES_OF_ONE)] * 2
+        self.of_tokens = [
+            [total[:2] for total in self._multiplied(segment, lambda t, s: ones)] for segment in self._segments
+        ]
+
+    def _largest(self, block: int) -> Any:
+        """Bits of the largest magnitude among this lane's token's inputs, in the warp."""
+        w = self.w
+        bits = w.largest([word for tile in self._words for step in tile for word in step[block]])
+        for mask in (1, 2):
+            other = w.shuffle_xor(bits, mask)
+            bits = w.select(bits < other, other, bits)
+        return bits
+
+    def product(self, pieces: Sequence[Any], segment: int) -> Sums:
+        """x times code over the inputs of a segment, in units of the token's factor."""
+        return self._multiplied(self._segments[segment], lambda t, s: self.w.code_bytes(pieces[t][s]))
+
+    def _multiplied(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
+        w, blocks = self.w, range(self.plan.token_blocks)
+        chains = [[[w.integer(MAGIC)] * 4 for _ in range(3)] for _ in blocks]
+        pair = 2 if len(steps) > 1 else 1
+        for i in range(0, len(steps), pair):
+            taken = steps[i : i + pair]
+            codes = [word for t, s in taken for word in operand(t, s)]
+            for b in blocks:
+                digits = [self._digits[t][s][b] for t, s in taken]
+                chains[b] = [
+                    w.mma_bytes(chain, codes, [words[d] for words in digits], signed=d == 2)
+                    for d, chain in enumerate(chains[b])
+                ]
+        return [[self._number(chain, e) for e in range(4)] for chain in chains]
+
+    def _number(self, chain: Sequence[Any], element: int) -> Any:
+        low, middle, high = (self.w.as_number(words[element]) - MAGIC_NUMBER for words in chain)
+        return self.w.fma(high, self.w.number(65536.0), self.w.fma(middle, self.w.number(256.0), low))
+
+    def finished(self, totals: Sums) -> Sums:
+        """Back to the scale of x."""
+        return [
+            [total * factor[e % 2] for e, total in enumerate(block)]
+            for block, factor in zip(totals, self._back, strict=True)
+        ]
+
+
+def segments_of(plan: Plan) -> list[list[tuple[int, int]]]:
+    """The (tile, step) of each segment's steps of 16 inputs."""
+    steps = [(t, s) for t in range(plan.warp_tiles) for s in range(COLUMNS // 16)]
+    per_segment = plan.segment // 16
+    return [steps[i : i + per_segment] for i in range(0, len(steps), per_segment)]
+
+
+def bias_of(w: Any, kind: Kind, code_bias: float, scale: Sequence[Any], offset: Sequence[Any] | None) -> Sequence[Any]:
+    """What to add for each unit of x: the value of a weight is scale (code_bias + code) + bias."""
+    if offset is None:
+        return [s * (-8.0 - code_bias) for s in scale]
+    if kind == "zero_point":
+        return [s * (o * -1.0 - code_bias) for s, o in zip(scale, offset, strict=True)]
+    return [w.fma(s, w.number(-code_bias), o) for s, o in zip(scale, offset, strict=True)] if code_bias else offset
+
+
+def load_tokens(w: Any, plan: Plan, x: Any, first_tile: Any) -> list[list[list[Any]]]:
+    """The warp's x, [tile][step][token block], two words a lane in the order of an mma's small operand."""
+    group, quad, run = w.lane // 4, w.lane % 4, steps_per_run(plan.group_size)
+    column = first_tile * COLUMNS + quad * (4 * run)
+    offset = group * plan.in_features + column
+
+    def load(first_column: int, b: int) -> list[Any]:
+        """Two words for each step of the run that begins at a column."""
+        inside = column + first_column < plan.in_features if plan.ragged else None
+        if 8 * b + 8 > plan.rows:
+            within = group + 8 * b < plan.rows
+            inside = within if inside is None else inside & within
+        words = w.load_words(x, offset, 2 * run, inside, 8 * b * plan.in_features + first_column)
+        return [words[2 * i : 2 * i + 2] for i in range(run)]
+
+    tokens = []
+    for t in range(plan.warp_tiles):
+        steps = []
+        for first_step in range(0, COLUMNS // 16, run):
+            blocks = [load(t * COLUMNS + 16 * first_step, b) for b in range(plan.token_blocks)]
+            steps += [[words[i] for words in blocks] for i in range(run)]
+        tokens.append(steps)
+    return tokens
