@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as oracle
 from gguf.quants import quantize
 
-from checkpoints.formats import ggml
+from checkpoints.formats import ggml, ggml_codes
 
 QUANTISED = sorted(gguf_files.SCALE_OFFSETS)
 SCALES = [0.0, -0.0, 1.0, -1.0, 65504.0, -65504.0, 6e-8, -6e-8, 6.1e-5, 1e-7, 0.0123, -333.25]
@@ -120,6 +120,19 @@ def test_unpacked_parts_give_the_values(name: str, rng: np.random.Generator) -> 
     if parts.minimums is not None:
         values = values + np.repeat(parts.minimums, parts.group_size, axis=-1)
     assert_bits_equal(values, ggml.dequantize(blocks, name))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_codes_give_the_values(name: str, rng: np.random.Generator) -> None:
+    """The form that packed weights are made of: unsigned codes, and scales in 16 bits only where they are so."""
+    blocks = gguf_files.random_blocks(rng, name, 70, 512)
+    tensor = ggml_codes.quantized(blocks, name)
+    assert tensor.shape == (70, 512)
+    codes = tensor.rows(3, 66)
+    assert codes.codes.dtype == np.uint8
+    assert codes.codes.max() < 2**codes.bits
+    assert codes.bits == ggml_codes.CODE_BITS[name]
+    assert_bits_equal(codes.values() + 0.0, oracle(blocks[3:66], GGMLQuantizationType[name]) + 0.0)
 
 
 def test_leading_axes_and_strided_rows(rng: np.random.Generator) -> None:
