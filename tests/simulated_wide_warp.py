@@ -14,7 +14,7 @@ import numpy as np
 from simulated_int4_warp import DTYPES, SimulatedInt4Warp
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
-from pallas_kernels.int4_matmul import PackedInt4, mosaic, wide
+from pallas_kernels.int4_matmul import PackedInt4, mosaic, wide, wide_dequantize
 from pallas_kernels.int4_matmul.stream import Weights
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
@@ -79,6 +79,12 @@ class SimulatedWideWarp(SimulatedInt4Warp):
     def low_number(self, word: np.ndarray) -> np.ndarray:
         return self._numbers(word)[:, 0].astype(np.float32)
 
+    def half_number(self, word: np.ndarray, half: int) -> np.ndarray:
+        return np.ascontiguousarray(word, np.int32).view(np.float16).reshape(32, 2)[:, half].astype(np.float32)
+
+    def as_float(self, word: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(word, np.int32).view(np.float32)
+
     def permute(self, a: np.ndarray, b: int, selector: int) -> np.ndarray:
         other = np.full(32, np.int64(b).astype(np.int32))
         both = np.concatenate([self._octets(a), self._octets(other)], 1)
@@ -96,6 +102,27 @@ class SimulatedWideWarp(SimulatedInt4Warp):
     def shared_half(self, address: np.ndarray, constant: int = 0) -> np.ndarray:
         assert ((address + constant) % 2 == 0).all(), "unaligned shared read"
         return self.bytes.view(np.uint16)[(address + constant) // 2].astype(np.int32)
+
+    # Global memory
+    def global_words(self, ref: np.ndarray, offset: np.ndarray, count: int) -> list[np.ndarray]:
+        assert (offset % (4 * count) == 0).all(), "unaligned read"
+        assert (offset >= 0).all()
+        assert (offset + 4 * count <= ref.nbytes).all(), "read past the end of an array"
+        words = ref.view(np.uint8)[offset[:, None] + np.arange(4 * count)].view(np.int32)
+        return [words[:, i] for i in range(count)]
+
+    def global_half(self, ref: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        return ref.view(np.uint8)[offset[:, None] + np.arange(2)].copy().view(np.uint16)[:, 0].astype(np.int32)
+
+    def store_words(
+        self, ref: np.ndarray, offset: np.ndarray, words: Sequence[np.ndarray], predicate: np.ndarray
+    ) -> None:
+        numbers = np.stack(words, -1).view(np.uint16)
+        for lane in np.flatnonzero(predicate):
+            start = int(offset[lane])
+            assert start % numbers.shape[1] == 0, "unaligned write"
+            assert np.isnan(ref[start : start + numbers.shape[1]].astype(np.float32)).all(), "written twice"
+            ref.view(np.uint16)[start : start + numbers.shape[1]] = numbers[lane]
 
     # Copies
     def _start(self, destination: int, ref: np.ndarray, origin: int, size: int) -> np.ndarray:
@@ -240,19 +267,34 @@ def simulate(x: np.ndarray, weight: PackedInt4, schedule: WideSchedule, out_dtyp
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
     out = np.full(schedule.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
-    arguments = mosaic.arguments_of(
-        weight,
-        weights=Weights(
-            *(None if a is None else np.ascontiguousarray(a).reshape(-1) for a in (weight.codes, weight.scales)),
-            None if weight.offsets is None else np.ascontiguousarray(weight.offsets).reshape(-1),
-        ),
-        x=np.asarray(wide.arrange(jnp.asarray(x), plan)).reshape(-1),
-        out=out,
-        out_dtype=out_dtype,
-    )
+    image = np.asarray(wide.arrange(jnp.asarray(x), plan)).reshape(-1)
+    arguments = _arguments(weight, image, out, out_dtype)
     for cluster in range(plan.clusters):
         _run_cluster(plan, arguments, cluster)
     return out.reshape(schedule.slices, plan.rows, plan.out_features)
+
+
+def simulate_dequantize(weight: PackedInt4) -> np.ndarray:
+    """What the kernel that only unpacks returns: bfloat16 [out_features, in_features]."""
+    plan = WidePlan.of(1, weight, WideSchedule())
+    out = np.full(weight.shape[0] * weight.shape[1], np.nan, BF16)
+    arguments = _arguments(weight, None, out, "bfloat16")
+    for block in range(wide_dequantize.blocks(plan)):
+
+        def program(warp: SimulatedWarp, _: int, block: int = block) -> None:
+            w = SimulatedWideWarp(warp, Barriers())
+            wide_dequantize.unpack(w, plan, arguments, w.integer(block))
+
+        run_cluster(1, wide_dequantize.WARPS, 4, program)
+    return out.reshape(weight.shape)
+
+
+def _arguments(weight: PackedInt4, x: np.ndarray | None, out: np.ndarray, out_dtype: str) -> mosaic.Arguments:
+    arrays = [
+        None if a is None else np.ascontiguousarray(a).reshape(-1)
+        for a in (weight.codes, weight.scales, weight.offsets)
+    ]
+    return mosaic.arguments_of(weight, weights=Weights(*arrays), x=x, out=out, out_dtype=out_dtype)
 
 
 def _run_cluster(plan: WidePlan, arguments: Any, cluster: int) -> None:

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from simulated_wide_warp import simulate
+from simulated_wide_warp import simulate, simulate_dequantize
 
-from pallas_kernels.int4_matmul import PackedInt4, dequantize, from_codes, to_mosaic, wide, wide_tuning
+from pallas_kernels.int4_matmul import PackedInt4, dequantize, from_codes, to_mosaic, wide, wide_dequantize, wide_tuning
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
 BF16 = ml_dtypes.bfloat16
@@ -86,6 +86,27 @@ def test_arrange_puts_a_words_inputs_where_it_multiplies_them(group_size: int) -
         column = 128 * stage + within + 2 * pair + element
         assert image[0, stage, step, pair, 2, lane, element] == 2 * 256 + column
         assert image[0, stage, step, pair, 5, lane, element] == 0  # there is no token 5
+
+
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "group_size", "kind", "dtype"),
+    [
+        (40, 200, 32, "zero_point", BF16),
+        (17, 328, 16, "symmetric", BF16),
+        (64, 640, 128, "minimum", BF16),
+        (33, 96, -1, "zero_point", np.float16),
+        (16, 72, 64, "symmetric", np.float32),
+    ],
+)
+def test_unpacking_on_simulated_warps(out_features, in_features, group_size, kind, dtype) -> None:
+    weight = make(out_features, in_features, group_size, kind, dtype)
+    expected = np.asarray(dequantize(weight, BF16)).astype(np.float32)
+    values = simulate_dequantize(to_mosaic(weight)).astype(np.float32)
+    if dtype is BF16:
+        assert (values == expected).all()
+    else:  # rounded twice: some differ in the last bit
+        assert (np.abs(values - expected) <= np.abs(expected) / 128).all()
+        assert (values == expected).mean() > 0.9
 
 
 SHAPES = [
@@ -169,6 +190,16 @@ def test_kernel_on_the_gpu(rows, out_features, in_features, group_size, kind) ->
     outs = [np.asarray(product(jnp.asarray(x), packed)) for _ in range(3)]
     assert error(outs[0], x, weight, BF16) < 3e-6
     assert all(np.array_equal(outs[0], out) for out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "group_size"), [(201, 576, 32), (72, 1160, 16), (64, 4096, 128)]
+)
+def test_unpacking_on_the_gpu(out_features: int, in_features: int, group_size: int) -> None:
+    weight = make(out_features, in_features, group_size, "zero_point")
+    values = wide_dequantize.dequantize(jax.tree.map(jnp.asarray, to_mosaic(weight)))
+    assert (np.asarray(values) == np.asarray(dequantize(weight, BF16))).all()
 
 
 @pytest.mark.gpu

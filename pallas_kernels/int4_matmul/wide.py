@@ -31,9 +31,8 @@ from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights
 from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
+from pallas_kernels.int4_matmul.wide_weights import RowPair
 
-EIGHT = 0x43084308  # two bfloat16 of 128 + 8
-NONE = 0x43004300  # two of 128
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 """Of each fetching and each multiplying thread, by the number of multiplying warpgroups."""
 
@@ -177,6 +176,18 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
         barrier = slot * 8 + plan.empty_barriers
         w.arrive(barrier, w.lane if schedule.cluster > 1 else None, (w.lane < schedule.cluster) & now)
 
+    def segment(base: Any, tile: int, index: int) -> RowPair:
+        row = (strip + 4 * tile) * (plan.segments * STRIP) + index * STRIP + w.lane // 4 * 2
+
+        def scale(place: int) -> Any:
+            return w.shared_word(base + row * plan.scale_bytes, plan.scales_start + place)
+
+        def offset(place: int) -> Any:
+            read = w.shared_half if plan.offset_bytes == 1 else w.shared_word
+            return read(base + row * plan.offset_bytes, plan.offsets_start + place)
+
+        return RowPair(w, a.kind, a.scale_dtype, scale, a.offset_dtype, offset)
+
     def stage(index: Any, carry: Any) -> Any:
         slot, parity, before, *flat = carry
         acc = [flat[sums * u : sums * (u + 1)] for u in tiles]
@@ -187,15 +198,14 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
             [w.shared_words(address, plan.x_bytes + 4 * plan.words_bytes * u + PIECE_BYTES * t) for t in column_tiles]
             for u in tiles
         ]
-        segments = [[Segment(w, plan, a, base, strip, u, i) for i in range(plan.segments)] for u in tiles]
+        segments = [[segment(base, u, i) for i in range(plan.segments)] for u in tiles]
         matrix = w.token_matrix(base, schedule.tokens)
         for t in column_tiles:
             steps = range(COLUMNS // 16)
             operands = []
             for u in tiles:
                 for s in steps:
-                    segment = segments[u][(t * COLUMNS + s * 16) // plan.segment]
-                    operands += segment.weights(w.codes(words[u][t][s]))
+                    operands += segments[u][(t * COLUMNS + s * 16) // plan.segment].weights(words[u][t][s])
             operands = w.wgmma_fence(operands)
             for u in tiles:
                 for s in steps:
@@ -218,57 +228,6 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
     for u in tiles:
         store(w, plan, a, part, strip + 4 * u, flat[sums * u : sums * (u + 1)])
     return slot, parity
-
-
-class Segment:
-    """Scales and offsets of a lane's two rows, r and r + 8, for the inputs of a stage that share them."""
-
-    def __init__(self, w: Any, plan: WidePlan, a: Arguments, base: Any, strip: Any, tile: int, index: int):
-        self.w, self.kind = w, a.kind
-        row = (strip + 4 * tile) * (plan.segments * STRIP) + index * STRIP + w.lane // 4 * 2
-        self.scale = pair(w, base + row * plan.scale_bytes, a.scale_dtype, plan.scales_start)
-        if a.kind == "symmetric":
-            self.zero = [w.integer(EIGHT)] * 2
-        elif a.kind == "zero_point":
-            both = w.shared_half(base + row, plan.offsets_start)
-            self.zero = [w.permute(both, NONE, selector) for selector in (0x5050, 0x5151)]
-        else:
-            self.zero = [w.integer(NONE)] * 2
-            self.minimum = pair(w, base + row * plan.offset_bytes, a.offset_dtype, plan.offsets_start)
-
-    def weights(self, codes: Any) -> list[Any]:
-        """A word's weights from its codes, each 128 too large; even entries are of row r, odd ones of row r + 8."""
-        w, weights = self.w, []
-        for i, code in enumerate(codes):
-            high, low = self.scale[i % 2]
-            number = w.subtract_pairs(code, self.zero[i % 2])
-            if self.kind == "minimum":
-                minimum, rest = self.minimum[i % 2]
-                weight = w.fma_pairs(number, high, minimum)
-                if low is not None and rest is not None:
-                    weight = w.add_pairs(weight, w.fma_pairs(number, low, rest))
-                elif rest is not None:
-                    weight = w.add_pairs(weight, rest)
-                elif low is not None:
-                    weight = w.fma_pairs(number, low, weight)
-            elif low is None:
-                weight = w.multiply_pairs(number, high)
-            else:
-                weight = w.fma_pairs(number, high, w.multiply_pairs(number, low))
-            weights.append(weight)
-        return weights
-
-
-def pair(w: Any, address: Any, dtype: str, constant: int) -> list[tuple[Any, Any]]:
-    """Two neighbouring numbers, each as (number, rest): bfloat16 in both halves of a word; no rest for bfloat16."""
-    if dtype == "bfloat16":
-        word = w.shared_word(address, constant)
-        return [(w.permute(word, 0, selector), None) for selector in (0x1010, 0x3232)]
-    split = []
-    for number in w.shared_pair(address, dtype, constant):
-        high = w.twice(number)
-        split.append((high, w.twice(number - w.low_number(high))))
-    return split
 
 
 def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:

@@ -27,7 +27,8 @@ REDUCTION = 1.2e-6
 
 def wide_schedule(rows: int, weight: PackedInt4) -> WideSchedule:
     """The schedule for `rows` rows times a weight of the mosaic layout."""
-    measured = MEASURED.get((rows, *weight.shape[::-1]))
+    out_features, in_features = weight.shape
+    measured = MEASURED.get((rows, in_features, out_features))
     return schedules(rows, weight)[0] if measured is None else measured
 
 

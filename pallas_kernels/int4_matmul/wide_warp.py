@@ -44,6 +44,15 @@ class WideWarp(Int4Warp):
         bits = arith.shli(word.ir, mgpu_utils.c(16, ir.IntegerType.get_signless(32)))
         return Value(llvm.bitcast(ir.F32Type.get(), bits))
 
+    def half_number(self, word: Value, half: int) -> Value:
+        """One of a word's two float16 as float32."""
+        name = ("low", "high")[half]
+        ptx = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.f32.f16 $0, {name}; }}"
+        return Value(llvm.inline_asm(ir.F32Type.get(), [word.ir], ptx, "=f,r"))
+
+    def as_float(self, word: Value) -> Value:
+        return Value(llvm.bitcast(ir.F32Type.get(), word.ir))
+
     def permute(self, a: Value, b: int, selector: int) -> Value:
         """Four bytes: nibble i of the selector names byte i of the result, 0-3 of a and 4-7 of the constant b."""
         return self._word(f"prmt.b32 $0, $1, {b:#x}, {selector:#x};", a)
@@ -60,6 +69,31 @@ class WideWarp(Int4Warp):
         """The 16 bits at `address + constant`, in a word."""
         half = self._shared_load("ld.shared.u16", address, constant, ir.IntegerType.get_signless(16), "h")
         return Value(arith.extui(ir.IntegerType.get_signless(32), half))
+
+    # Global memory
+    def global_words(self, ref: ir.Value, offset: Value, count: int) -> Words:
+        """1, 2 or 4 words from byte `offset` on of an array that no kernel before this one has just written."""
+        i32, names = ir.IntegerType.get_signless(32), ", ".join(f"${i}" for i in range(count))
+        vector, names = (f".v{count}", f"{{{names}}}") if count > 1 else ("", names)
+        ptx = f"ld.global.nc{vector}.b32 {names}, [${count}];"
+        got = mgpu_utils.inline_ptx(
+            ptx, self._pointer(ref, offset, 1), result_types=[i32] * count, has_side_effects=True
+        )
+        return tuple(Value(v) for v in got)
+
+    def global_half(self, ref: ir.Value, offset: Value) -> Value:
+        """The 16 bits at byte `offset`, in a word."""
+        i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
+        pointer = self._pointer(ref, offset, 1)
+        return Value(arith.extui(i32, llvm.inline_asm(i16, [pointer], "ld.global.nc.u16 $0, [$1];", "=h,l")))
+
+    def store_words(self, ref: ir.Value, offset: Value, words: Sequence[Value], predicate: Value) -> None:
+        """2 or 4 words to 16-bit elements `offset` on."""
+        count = len(words)
+        names = ", ".join(f"${i + 1}" for i in range(count))
+        ptx = f"@${count + 1} st.global.v{count}.b32 [$0], {{{names}}};"
+        operands = [self._pointer(ref, offset, 2), *[word.ir for word in words], predicate.ir]
+        self._emit(ptx, ",".join(["l", *["r"] * count, "b"]), *operands)
 
     # Copies
     def copy_or_clear(
