@@ -37,7 +37,6 @@ from jaxinfer.params import (
     random_params,
 )
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
-from pallas_kernels.dispatch import hopper_refusal
 
 log = logging.getLogger("jaxinfer")
 
@@ -97,8 +96,8 @@ def load(
     Quantised checkpoints are read as they are: GGUF files, and folders in the formats AWQ, GPTQ, compressed-tensors,
     FP8, MXFP4, NVFP4, bitsandbytes and HQQ. `packed` says whether the codes of weights that have 4 bits or fewer stay
     packed on the device (True) or are decoded to `dtype` when loading (False). By default they stay packed where a
-    kernel reads them so (a Hopper GPU, bfloat16, no code book); elsewhere each product would decode them again. Codes
-    of more than 4 bits are decoded in any case.
+    kernel reads them so (on a GPU, in bfloat16); elsewhere each product would decode them again. Codes of more than 4
+    bits are decoded in any case.
 
     Raises CheckpointError or ValueError, naming the file and the remedy, before anything large is allocated.
     """
@@ -280,7 +279,7 @@ def _read_params(
     names.check_complete(expected=shapes, sources=sources, skipped=skipped, tensors=checkpoint.tensors, where=name)
     read_into = _reader(checkpoint, sources)
     read_packed = None
-    wanted = packed or (packed is None and dtype == jnp.bfloat16 and hopper_refusal() is None)
+    wanted = packed or (packed is None and dtype == jnp.bfloat16 and jax.default_backend() != "cpu")
     if wanted and not isinstance(checkpoint, SafetensorsFolder):
         read_packed = PackedReader(checkpoint, sources, read_into, np.dtype(dtype), only_for_kernel=packed is None)
     _check_memory(config, dtype, read_packed is not None, name)

@@ -13,9 +13,7 @@ from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names import TensorSource
 from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
 from jaxinfer.packed_runs import DenseRun, PackedRun
-from pallas_kernels.dispatch import hopper_refusal
-from pallas_kernels.int4_matmul import PackedInt4, to_mosaic
-from pallas_kernels.int4_matmul.api import mosaic_refusal
+from pallas_kernels.int4_matmul import PackedInt4, from_codes, to_kernel_layout
 
 SMALLEST_GROUP = 16
 """Groups of fewer inputs are decoded: their scales weigh as much as their codes save."""
@@ -44,13 +42,9 @@ def device_layout(weight: HostWeight) -> DeviceWeight:
     if isinstance(weight, StackedOutputs):
         return StackedOutputs(tuple(device_layout(part) for part in weight.parts))
     if isinstance(weight, PermutedInputs):
-        return PermutedInputs(_packed_layout(weight.weight), jax.device_put(weight.permutation))
-    return _packed_layout(weight) if isinstance(weight, PackedInt4) else jax.device_put(weight)
-
-
-def _packed_layout(weight: PackedInt4) -> PackedInt4:
+        return PermutedInputs(to_kernel_layout(jax.device_put(weight.weight)), jax.device_put(weight.permutation))
     on_device = jax.device_put(weight)
-    return on_device if hopper_refusal() is not None else to_mosaic(on_device)
+    return to_kernel_layout(on_device) if isinstance(on_device, PackedInt4) else on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,10 +115,12 @@ class PackedReader:
             return f"groups of {codes.group_size} inputs save nothing packed"
         if not self.only_for_kernel:
             return None
-        shape, size = (1, in_features), min(codes.group_size, in_features)
-        probe = PackedInt4(codes.codes, codes.scales, codes.offsets, codes.book, shape, size, "mosaic")
-        refusal = mosaic_refusal(1, self.dtype, self.dtype, probe)
-        return None if refusal is None else f"no kernel reads them: {refusal}"
+        try:
+            packed = from_codes(codes.codes, codes.scales, codes.offsets, group_size=codes.group_size, book=codes.book)
+            read = to_kernel_layout(packed).layout != "canonical"
+        except ValueError as error:  # JAXINFER_KERNELS names a kernel that does not read this kind
+            return str(error)
+        return None if read else "no kernel of this device reads them"
 
 
 def random_int4(key: jax.Array, shape: tuple[int, int]) -> PackedInt4:
@@ -137,4 +133,4 @@ def random_int4(key: jax.Array, shape: tuple[int, int]) -> PackedInt4:
     scales = (0.02 / 4.8) * jax.random.uniform(scales_key, groups, jnp.float32, 0.5, 1.5)
     zeros = jax.random.randint(zeros_key, groups, 6, 10, jnp.int32).astype(jnp.uint8)
     weight = PackedInt4(codes, scales.astype(jnp.bfloat16), zeros, None, shape, min(RANDOM_GROUP_SIZE, in_features))
-    return weight if hopper_refusal() is not None else to_mosaic(weight)
+    return to_kernel_layout(weight)

@@ -105,19 +105,22 @@ def test_a_fused_weight_of_different_kinds_is_stacked(tmp_path: pathlib.Path) ->
     np.testing.assert_allclose(logits(model, TOKENS), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_default_packs_what_the_device_reads(tmp_path: pathlib.Path, monkeypatch) -> None:
+def test_the_default_packs_what_a_kernel_reads(tmp_path: pathlib.Path, monkeypatch) -> None:
     """On a Hopper GPU and in bfloat16 all but code books; on this CPU nothing."""
     case, book = checkpoints_of.make("awq gemm", tmp_path / "a"), checkpoints_of.make("nf4", tmp_path / "b")
     assert isinstance(load_params(case.quantized).layers[0].down, jax.Array)
-    for module in ("jaxinfer.model", "pallas_kernels.dispatch"):
-        monkeypatch.setattr(f"{module}.hopper_refusal", lambda: None)
+    monkeypatch.setattr("pallas_kernels.dispatch.hopper_refusal", lambda: None)
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr("pallas_kernels.int4_matmul.triton_matmul.refusal", lambda *_: "not installed")
+    monkeypatch.setattr("jaxinfer.model.free_device_bytes", lambda: None)
     for folder, packed in ((case.quantized, True), (book.quantized, False)):
         layer = load(folder, dtype="bfloat16", progress=False).params.layers[0]
         for field in FIELDS:
             assert isinstance(getattr(layer, field), PackedInt4 if packed else jax.Array)
-    assert isinstance(
-        load(case.quantized, dtype="bfloat16", packed=False, progress=False).params.layers[0].o, jax.Array
-    )
+    layer = load(case.quantized, dtype="bfloat16", packed=False, progress=False).params.layers[0]
+    assert isinstance(layer.o, jax.Array)
+    layer = load(case.quantized, dtype="float32", progress=False).params.layers[0]
+    assert isinstance(layer.o, jax.Array)
 
 
 def test_fused_tensors_are_cut_by_rows(tmp_path: pathlib.Path) -> None:
