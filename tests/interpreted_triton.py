@@ -1,11 +1,14 @@
-"""Runs Triton kernels on NumPy arrays, without a GPU, by Triton's own interpreter in a process of its own.
+"""Triton kernels without a GPU: run on NumPy arrays by Triton's own interpreter, or compiled for a card.
 
-A kernel is interpreted or compiled according to the environment when triton is imported, so one process cannot do both.
+A kernel is interpreted or compiled according to the environment when triton is imported, so one process cannot do both:
+the interpreter has its own.
 """
 
 import concurrent.futures
 import contextlib
+import functools
 import importlib
+import importlib.util
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -14,6 +17,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+
+from pallas_kernels import triton_backend
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("jax_triton") is None, reason="needs the optional extra: pip install jaxinfer[triton]"
+)
+
+
+def compile_for(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes jax-triton compile for a card that is not there, which needs the CUDA plugin of JAX but no GPU."""
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        pytest.skip("needs the CUDA build of JAX: pip install jaxinfer[cuda13]")
+    import jax_triton
+
+    call = functools.partial(jax_triton.triton_call, compute_capability=capability)
+    monkeypatch.setattr(jax_triton, "triton_call", call)
+    monkeypatch.setattr(triton_backend, "multiprocessors", lambda: 108)
+    monkeypatch.setattr(triton_backend, "capability", lambda: f"{capability // 10}.{capability % 10}")
+    jax.clear_caches()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ Opt-in: the first two run where triton and jax-triton are installed (`pip instal
 import dataclasses
 import functools
 import importlib.metadata
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +19,10 @@ from test_int4_matmul import SHAPES, error, make, tokens
 from pallas_kernels import triton_backend
 from pallas_kernels.int4_matmul import PackedInt4, from_codes, int4_matmul, to_triton, triton_matmul, triton_tuning
 from pallas_kernels.int4_matmul.triton_tuning import Schedule, schedule_for
-from tests.interpreted_triton import interpreter
+from tests.interpreted_triton import compile_for, interpreter, needs_triton
 from tests.paged_attention_cases import lower_for_cuda
 
 BF16, F32 = ml_dtypes.bfloat16, np.dtype(np.float32)
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("jax_triton") is None, reason="needs the optional extra: pip install jaxinfer[triton]"
-)
 DOT, GEMV = Schedule(32, 8, 4, 3, splits=2), Schedule(32, 0, 4, 3, splits=2)
 BOOK = np.array(
     [-1, -0.7, -0.53, -0.39, -0.28, -0.18, -0.09, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1], np.float32
@@ -141,9 +137,7 @@ COMPILED = [
 @pytest.mark.parametrize("capability", [80, 86, 89, 90])
 @pytest.mark.parametrize(("rows", "out_features", "in_features", "group_size", "kind", "dtype"), COMPILED)
 def test_compiles_for(capability, rows, out_features, in_features, group_size, kind, dtype, monkeypatch) -> None:
-    """Through jax-triton down to PTX, which needs the CUDA plugin of JAX but no GPU."""
-    if importlib.util.find_spec("jax_cuda13_plugin") is None and importlib.util.find_spec("jax_cuda12_plugin") is None:
-        pytest.skip("needs the CUDA build of JAX: pip install jaxinfer[cuda13]")
+    """Through jax-triton down to PTX."""
     compile_for(capability, monkeypatch)
     x = jax.ShapeDtypeStruct((rows, in_features), dtype)
     text = lower_for_cuda(
@@ -152,17 +146,6 @@ def test_compiles_for(capability, rows, out_features, in_features, group_size, k
         abstract(out_features, in_features, group_size, kind),
     )
     assert text.count("@triton_kernel_call") == 1
-
-
-def compile_for(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes jax-triton compile for a card that is not there."""
-    import jax_triton
-
-    call = functools.partial(jax_triton.triton_call, compute_capability=capability)
-    monkeypatch.setattr(jax_triton, "triton_call", call)
-    monkeypatch.setattr(triton_backend, "multiprocessors", lambda: 108)
-    monkeypatch.setattr(triton_backend, "capability", lambda: f"{capability // 10}.{capability % 10}")
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ def arguments_of(**change):
         ({"sinks": jnp.zeros(2)}, "one logit for each of 4 query heads"),
         ({"window": 0}, "window is 0; it needs at least 1"),
         ({"softcap": 0.0}, "softcap is 0.0; it needs a positive number"),
-        ({"backend": "triton"}, "no backend 'triton'; it has mosaic, reference"),
+        ({"backend": "tpu"}, "no backend 'tpu'; it has mosaic, triton, reference"),
+        ({"backend": "triton"}, "cannot run on triton: this process has no GPU"),
         ({"backend": "mosaic"}, "cannot run on mosaic: this process has no GPU"),
     ],
 )
@@ -156,11 +157,13 @@ def test_errors_say_what_is_wrong(change, message):
 def test_explain_gives_each_backend_its_reason(monkeypatch):
     assert paged_attention(**arguments_of(), explain=True) == [
         Choice("mosaic", False, "this process has no GPU"),
+        Choice("triton", False, "this process has no GPU"),
         Choice("reference", True, "the first that supports this call"),
     ]
     monkeypatch.setenv("JAXINFER_KERNELS", "reference")
     assert paged_attention(**arguments_of(), explain=True) == [
         Choice("mosaic", False, "reference was asked for"),
+        Choice("triton", False, "reference was asked for"),
         Choice("reference", True, "asked for"),
     ]
     monkeypatch.setenv("JAXINFER_KERNELS", "mosaic")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import mosaic, reference
+from pallas_kernels.paged_attention import mosaic, reference, triton_attention
 from pallas_kernels.paged_attention.formats import check_pools
 from pallas_kernels.paged_attention.plan import KEYS, plan_for
 
@@ -28,7 +28,7 @@ def paged_attention(
     k_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     v_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     return_lse: bool = False,
-    backend: Literal["mosaic", "reference"] | None = None,
+    backend: Literal["mosaic", "triton", "reference"] | None = None,
     explain: bool = False,
 ) -> Any:
     """Attention of the newest tokens of each sequence over its paged keys and values.
@@ -64,11 +64,11 @@ def paged_attention(
     kv = check_pools("paged_attention", q.dtype, head_dim, k_pages, v_pages, k_scales, v_scales)
     _validate(q, k_pages, page_table, lengths, sinks, window=window, softcap=softcap)
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
-    refusals = {"mosaic": mosaic_refusal(q.dtype, kv, head_dim, k_pages.shape[2], tokens), "reference": None}
-    choices = dispatch.choose("paged_attention", refusals, backend)
+    choices = dispatch.choose("paged_attention", refusals(q.dtype, kv, head_dim, k_pages.shape[2], tokens), backend)
     if explain:
         return choices
-    if next(choice.backend for choice in choices if choice.taken) == "mosaic":
+    chosen = next(choice.backend for choice in choices if choice.taken)
+    if chosen == "mosaic":
         plan = plan_for(
             batch=batch,
             tokens=tokens,
@@ -88,10 +88,27 @@ def paged_attention(
             q, k_pages, v_pages, page_table, lengths, sinks, scales, plan=plan, return_lse=return_lse
         )
     else:
-        out, lse = reference.paged_attention(
+        attend = triton_attention.paged_attention if chosen == "triton" else reference.paged_attention
+        out, lse = attend(
             q, k_pages, v_pages, page_table, lengths, sinks, scales, scale=scale, window=window, softcap=softcap
         )
     return (out, lse) if return_lse else out
+
+
+def reads_lengths(dtype: jnp.dtype, kv: str, head_dim: int, page_size: int) -> bool:
+    """Whether attention of one token a row reads no more than the row's length, however wide its page table is."""
+    reasons = refusals(jnp.dtype(dtype), kv, head_dim, page_size, tokens=1)
+    choices = dispatch.choose("paged_attention", reasons)
+    return next(choice.backend for choice in choices if choice.taken) != "reference"
+
+
+def refusals(dtype: jnp.dtype, kv: str, head_dim: int, page_size: int, tokens: int) -> dict[str, str | None]:
+    """Each backend's reason not to take queries of `dtype` over pages that hold `kv`, in order of preference."""
+    return {
+        "mosaic": mosaic_refusal(dtype, kv, head_dim, page_size, tokens),
+        "triton": triton_attention.refusal(dtype, kv, head_dim, page_size, tokens),
+        "reference": None,
+    }
 
 
 def mosaic_refusal(dtype: jnp.dtype, kv: str, head_dim: int, page_size: int, tokens: int) -> str | None:

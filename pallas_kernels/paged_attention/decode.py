@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import decode_mosaic, decode_reference
-from pallas_kernels.paged_attention.api import mosaic_refusal
+from pallas_kernels.paged_attention import decode_mosaic, decode_reference, reference, triton_attention
+from pallas_kernels.paged_attention.api import refusals
 from pallas_kernels.paged_attention.formats import check_pools
 from pallas_kernels.paged_attention.plan import plan_for
 
@@ -33,7 +33,7 @@ def decode_attention(
     sinks: Float[Array, " q_heads"] | None = None,
     k_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     v_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
-    backend: Literal["mosaic", "reference"] | None = None,
+    backend: Literal["mosaic", "triton", "reference"] | None = None,
     explain: bool = False,
 ) -> Any:
     """Norms and rotates the new token of each row, appends it to its page and attends over the row.
@@ -70,20 +70,23 @@ def decode_attention(
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     _, kv_heads, page_size, _ = k_pages.shape
     rotary_dim = 0 if cos is None else 2 * cos.shape[1]
-    refusal = mosaic_refusal(qkv.dtype, kv, head_dim, page_size, tokens=1)
+    reasons = refusals(qkv.dtype, kv, head_dim, page_size, tokens=1)
     if rotary_dim % 8:
-        refusal = f"it rotates a multiple of 8 dimensions, not {rotary_dim}"
-    choices = dispatch.choose("decode_attention", {"mosaic": refusal, "reference": None}, backend)
+        reasons["mosaic"] = f"it rotates a multiple of 8 dimensions, not {rotary_dim}"
+    choices = dispatch.choose("decode_attention", reasons, backend)
     if explain:
         return choices
     rope = None if cos is None or sin is None else (cos, sin)
     norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
     arrays = (qkv, k_pages, v_pages, page_table, positions, rope, norms)
-    if next(choice.backend for choice in choices if choice.taken) == "reference":
+    chosen = next(choice.backend for choice in choices if choice.taken)
+    if chosen != "mosaic":
+        # The Triton kernel attends; what comes before it is XLA's, as in the reference.
         return decode_reference.decode_attention(
             *arrays,
             sinks,
             scales,
+            attend=triton_attention.paged_attention if chosen == "triton" else reference.paged_attention,
             num_q_heads=num_q_heads,
             scale=scale,
             interleaved=interleaved,

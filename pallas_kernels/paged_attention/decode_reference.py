@@ -1,5 +1,8 @@
 """One decode step's attention in plain jnp: the CPU path, and what the kernel is checked against."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
@@ -27,8 +30,12 @@ def decode_attention(
     window: int | None,
     softcap: float | None,
     head_dim: int,
+    attend: Callable[..., Any] = reference.paged_attention,
 ) -> tuple[Array, ...]:
-    """Norm, RoPE, append, attention, each rounded to qkv's dtype; the output, then the pools, then their scales."""
+    """Norm, RoPE, append, attention, each rounded to qkv's dtype; the output, then the pools, then their scales.
+
+    `attend` is the attention, called as the reference is.
+    """
     num_pages, kv_heads, page_size, _ = k_pages.shape
     heads = qkv.reshape(qkv.shape[0], -1, head_dim)
     q, k, v = jnp.split(heads, [num_q_heads, num_q_heads + kv_heads], axis=1)
@@ -52,7 +59,7 @@ def decode_attention(
     if scales is not None:
         scales = (stored[2], stored[3])
     attended = (q[:, None], stored[0], stored[1], page_table, positions + 1, sinks, scales)
-    out, _ = reference.paged_attention(*attended, scale=scale, window=window, softcap=softcap)
+    out, _ = attend(*attended, scale=scale, window=window, softcap=softcap)
     return out.reshape(qkv.shape[0], num_q_heads * head_dim), *stored
 
 

@@ -1,0 +1,167 @@
+"""Paged attention for decode and verification on Triton: for the cards before Hopper, and what Mosaic does not take.
+
+Flash decoding in two launches. The first gives each (sequence, KV head, block of query rows, split of the keys) to a
+block of threads, which reads page ids, keys and values two tiles ahead through asynchronous copies and keeps float32
+partial results; the second merges a query row's splits.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import triton_backend
+
+MAX_TOKENS = 16
+TILE_BYTES = 8192
+"""Of keys, or of values, in a tile: two of each in flight for a block fit four blocks on a multiprocessor of 164 KB."""
+LEAST_TILES = 4
+"""Tiles of a split, so that its pipeline fills."""
+MOST_SPLITS = 64
+"""What the merging block holds in registers at once."""
+BLOCKS = {"8.0": 4, "9.0": 4}
+"""Blocks of one warp wanted on each multiprocessor, by compute capability; 2 on what is not listed: 100 KB of shared
+
+memory, and less bandwidth for each.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a call's sizes and the card decide: query rows and keys of a block's tile, warps, stages, splits."""
+
+    block_rows: int
+    keys: int
+    warps: int
+    stages: int
+    splits: int
+
+
+def refusal(dtype: jnp.dtype, kv: str, head_dim: int, page_size: int, tokens: int) -> str | None:
+    """Why the Triton kernels do not take queries of `dtype` over pages that hold `kv`; None if they do."""
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"it needs queries of bfloat16, float16 or float32, not {dtype}"
+    if kv == "int4":
+        return "it has no int4 pages; int8 ones are as exact as its products"
+    if tokens > MAX_TOKENS:
+        return f"it takes up to {MAX_TOKENS} query tokens, not {tokens}"
+    if head_dim % 16 or head_dim > 256:
+        return f"it needs a head_dim that is a multiple of 16 and at most 256, not {head_dim}"
+    if page_size % 16:
+        return f"it needs a page size that is a multiple of 16, not {page_size}"
+    reason = triton_backend.refusal()
+    if reason is None and kv == "float8_e4m3fn" and float(triton_backend.capability()) < 8.9:
+        return f"fp8 pages need compute capability 8.9 or later, not {triton_backend.capability()}; use int8"
+    return reason
+
+
+def schedule_for(
+    *,
+    pairs: int,
+    rows: int,
+    head_dim: int,
+    itemsize: int,
+    max_keys: int,
+    exact: bool,
+    multiprocessors: int,
+    capability: str,
+) -> Schedule:
+    """The schedule for `pairs` (sequence, KV head) of `rows` query rows over up to `max_keys` keys each.
+
+    Blocks are as many as run at once; if the pairs alone are more, enough for several rounds, so that the last one
+    matters little. `max_keys` stands for the lengths, which are not known yet.
+    """
+    block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    width = _power_of_two(head_dim)
+    keys = max(16, min(64, TILE_BYTES // (width * itemsize)))
+    if width > 128:
+        keys, stages = 32, 3  # half the stages: 16 KB tiles
+    else:
+        stages = 5
+    warps = block_rows // 16
+    if exact:
+        warps, stages = max(warps, 4), 3  # three products for one: the operands need more registers
+    groups = pairs * -(-rows // block_rows)
+    places = multiprocessors * BLOCKS.get(capability, 2) // warps
+    splits = places // groups if groups <= places else -(-4 * places // groups) if groups < 4 * places else 1
+    splits = max(1, min(splits, MOST_SPLITS, -(-max_keys // keys) // LEAST_TILES))
+    return Schedule(block_rows, keys, warps, stages, splits)
+
+
+# Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
+@functools.partial(jax.jit, static_argnames=("scale", "window", "softcap", "schedule"))
+def paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    sinks: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Output in q's dtype and the float32 log-sum-exp [batch, tokens, q_heads]."""
+    from pallas_kernels.paged_attention import triton_kernels
+
+    batch, tokens, q_heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    rows = tokens * (q_heads // kv_heads)
+    if schedule is None:
+        keys = page_table.shape[1] * page_size
+        schedule = schedule_for(
+            pairs=batch * kv_heads,
+            rows=rows,
+            head_dim=head_dim,
+            itemsize=k_pages.dtype.itemsize,
+            max_keys=keys if window is None else min(keys, window + tokens),
+            exact=q.dtype == jnp.float32,
+            multiprocessors=triton_backend.multiprocessors(),
+            capability=triton_backend.capability(),
+        )
+    heads = {"TOKENS": tokens, "Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim}
+    sizes = heads | {"BLOCK_D": _power_of_two(head_dim), "SPLITS": schedule.splits}
+    parts = (batch, kv_heads, schedule.splits, rows)
+    k_scales, v_scales = (lengths, lengths) if scales is None else scales  # not read where there are none
+    partial, maximum, total = triton_backend.call(
+        triton_kernels.paged_attention_split,
+        *(q, k_pages, v_pages, k_scales, v_scales, page_table, lengths),
+        out_type=[
+            jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(parts, jnp.float32),
+            jax.ShapeDtypeStruct(parts, jnp.float32),
+        ],
+        grid=(batch * kv_heads, schedule.splits, -(-rows // schedule.block_rows)),
+        num_warps=schedule.warps,
+        num_stages=schedule.stages,
+        PAGE=page_size,
+        PAGES=page_table.shape[1],
+        SCALE=scale,
+        WINDOW=window,
+        SOFTCAP=softcap,
+        CODES=scales is not None,
+        BLOCK_R=schedule.block_rows,
+        KEYS=schedule.keys,
+        STAGES=schedule.stages,
+        **sizes,
+    )
+    out, lse = triton_backend.call(
+        triton_kernels.paged_attention_merge,
+        *(partial, maximum, total, total if sinks is None else sinks.astype(jnp.float32)),
+        out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],
+        grid=(batch * kv_heads, rows),
+        num_warps=4,
+        num_stages=1,
+        SINKS=sinks is not None,
+        BLOCK_S=_power_of_two(schedule.splits),
+        **sizes,
+    )
+    return out, lse
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
