@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int32
 from jaxinfer import kv_cache
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.kv_cache import PagedKVCache
-from jaxinfer.layers.attention import prefill_attention, self_attention
+from jaxinfer.layers.attention import cudnn_refusal, prefill_attention, self_attention
+from jaxinfer.layers.chunk_attention import chunk_attention
 from jaxinfer.layers.embedding import embed, head
 from jaxinfer.layers.linear import Weight, linear, norm_linear
 from jaxinfer.layers.mlp import gated_mlp
@@ -109,6 +110,7 @@ def attention_block(
     if cache is not None:
         assert tokens.page_table is not None
         cache = kv_cache.append(cache, layer, k, v, tokens.positions, tokens.page_table)
+        k, v = kv_cache.as_stored(cache, k), kv_cache.as_stored(cache, v)
     out = attend(q, k, v, cache, layer, tokens, config)
     return linear(out.reshape(batch, length, q_size), params.o, params.o_bias), cache
 
@@ -128,8 +130,9 @@ def decode_one(
     if layer_config.rope is not None:
         cos, sin = (table[:, 0] for table in tokens.rope_tables[layer_config.rope])
         interleaved = layer_config.rope.interleaved
-    out, keys, values = decode_attention(
-        qkv.astype(cache.keys[layer].dtype),
+    key_scales, value_scales = cache.scales(layer)
+    out, *pools = decode_attention(
+        qkv if cache.format is not None else qkv.astype(cache.keys[layer].dtype),
         cache.keys[layer],
         cache.values[layer],
         tokens.page_table,
@@ -144,8 +147,10 @@ def decode_one(
         norm_eps=config.norm_eps,
         window=layer_config.window,
         softcap=config.attention_softcap,
+        k_scales=key_scales,
+        v_scales=value_scales,
     )
-    return out.astype(qkv.dtype), cache.with_layer(layer, keys, values)
+    return out.astype(qkv.dtype), cache.with_layer(layer, *pools)
 
 
 def attend(
@@ -164,11 +169,26 @@ def attend(
         return self_attention(q, k, v, positions, scale=scale, window=window, softcap=softcap)
     assert cache is not None and page_table is not None
     keys, values = cache.keys[layer], cache.values[layer]
+    key_scales, value_scales = cache.scales(layer)
     if tokens.stage == "prefill":
-        return prefill_attention(q, keys, values, positions, page_table, scale=scale, window=window, softcap=softcap)
+        sees_all = window is None or window >= page_table.shape[1] * cache.page_size
+        if sees_all and cudnn_refusal(q, softcap) is None:
+            scales = (key_scales, value_scales)
+            return chunk_attention(q, k, v, (keys, values), scales, positions, page_table, scale=scale)
+        stored = (keys, values, positions, page_table, key_scales, value_scales)
+        return prefill_attention(q, *stored, scale=scale, window=window, softcap=softcap)
     lengths = positions[:, -1] + 1
     return paged_attention(
-        q.astype(keys.dtype), keys, values, page_table, lengths, scale=scale, window=window, softcap=softcap
+        q if cache.format is not None else q.astype(keys.dtype),
+        keys,
+        values,
+        page_table,
+        lengths,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        k_scales=key_scales,
+        v_scales=value_scales,
     ).astype(q.dtype)
 
 

@@ -1,11 +1,14 @@
 """Attention of new tokens: over themselves when nothing is cached, else over the pages of the cache.
 
-Decoding and verification read pages through `pallas_kernels.paged_attention`; what is here serves prefill.
+Decoding and verification read pages through `pallas_kernels.paged_attention`; what is here serves prefill, with
+`chunk_attention.py` where cuDNN can do it.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
+from pallas_kernels.paged_attention.formats import dequantise
 
 MASKED = -1e30
 """Score of a forbidden key: finite, so that a row in which every key is forbidden gives no NaN."""
@@ -50,6 +53,22 @@ def masked_attention(
     return out.reshape(batch, queries, heads, head_dim).astype(query.dtype)
 
 
+def cudnn_refusal(query: Float[Array, "batch tokens heads head_dim"], softcap: float | None) -> str | None:
+    """Why cuDNN does not do attention for these queries in this process; None if it does."""
+    tokens, head_dim = query.shape[1], query.shape[3]
+    if jax.default_backend() != "gpu":
+        return "this process has no GPU"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs bfloat16 or float16 queries, not {query.dtype}"
+    if softcap is not None:
+        return "it has no soft-cap"
+    if tokens % 64:
+        return f"it needs a multiple of 64 tokens, not {tokens}"
+    if head_dim % 8 or head_dim > 256:
+        return f"it needs a head_dim that is a multiple of 8 and at most 256, not {head_dim}"
+    return None
+
+
 def self_attention(
     query: Float[Array, "batch tokens heads head_dim"],
     keys: Float[Array, "batch tokens kv_heads head_dim"],
@@ -62,11 +81,10 @@ def self_attention(
 ) -> Float[Array, "batch tokens heads head_dim"]:
     """Attention among new tokens that nothing precedes; position t of a row is its t-th token or -1 (padding, last).
 
-    On a GPU, cuDNN does it where it can (16-bit, head_dim up to 256 and a multiple of 8, no soft-cap).
+    On a GPU, cuDNN does it where it can.
     """
-    tokens, head_dim = query.shape[1], query.shape[3]
-    fits_cudnn = query.dtype in (jnp.bfloat16, jnp.float16) and softcap is None and tokens % 64 == 0
-    if jax.default_backend() == "gpu" and fits_cudnn and head_dim % 8 == 0 and head_dim <= 256:
+    tokens = query.shape[1]
+    if cudnn_refusal(query, softcap) is None:
         return jax.nn.dot_product_attention(
             query,
             keys,
@@ -82,10 +100,12 @@ def self_attention(
 
 def prefill_attention(
     query: Float[Array, "batch tokens heads head_dim"],
-    key_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
-    value_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
+    key_pages: Shaped[Array, "num_pages kv_heads page_size width"],
+    value_pages: Shaped[Array, "num_pages kv_heads page_size width"],
     positions: Int32[Array, "batch tokens"],
     page_table: Int32[Array, "batch pages"],
+    key_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
+    value_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     *,
     scale: float,
     window: int | None,
@@ -93,8 +113,9 @@ def prefill_attention(
 ) -> Float[Array, "batch tokens heads head_dim"]:
     """Attention over a row's pages, which already hold the new tokens; position -1 is padding, at a row's end.
 
-    Takes `KEYS_AT_ONCE` keys a turn with an online softmax (https://arxiv.org/abs/2205.14135), and as many turns as the
-    longest row needs: neither the room nor the time depends on how wide the page table is.
+    Pages may hold codes, with scales. Takes `KEYS_AT_ONCE` keys a turn with an online softmax
+    (https://arxiv.org/abs/2205.14135), and as many turns as the longest row needs: neither the room nor the time
+    depends on how wide the page table is.
     """
     batch, tokens, heads, head_dim = query.shape
     _, kv_heads, page_size, _ = key_pages.shape
@@ -110,11 +131,14 @@ def prefill_attention(
         places = index * keys_at_once + jnp.arange(keys_at_once, dtype=jnp.int32)
         key_positions = jnp.broadcast_to(places[None, :], (batch, keys_at_once))
 
-        def gather(pool: jax.Array) -> jax.Array:
-            blocks = jnp.take(pool, pages, axis=0, mode="clip").swapaxes(1, 2)
-            return blocks.reshape(batch, kv_heads, keys_at_once, head_dim)
+        def gather(pool: jax.Array, scales: jax.Array | None) -> jax.Array:
+            got = jnp.take(pool, pages, axis=0, mode="clip")
+            if scales is not None:
+                got = dequantise(got, jnp.take(scales, pages, axis=0, mode="clip")).astype(query.dtype)
+            return got.swapaxes(1, 2).reshape(batch, kv_heads, keys_at_once, head_dim)
 
-        scores = jnp.einsum("bqhgd,bhkd->bhgqk", grouped, gather(key_pages), preferred_element_type=jnp.float32)
+        keys = gather(key_pages, key_scales)
+        scores = jnp.einsum("bqhgd,bhkd->bhgqk", grouped, keys, preferred_element_type=jnp.float32)
         scores = scores * jnp.float32(scale)
         if softcap is not None:
             scores = jnp.float32(softcap) * jnp.tanh(scores / jnp.float32(softcap))
@@ -122,7 +146,7 @@ def prefill_attention(
         scores = jnp.where(mask[:, None, None], scores, jnp.float32(MASKED))
         # What lies behind the last token may be another request's, NaN included; 0 * NaN would be NaN.
         written = (key_positions <= last[:, None])[:, None, :, None]
-        values = gather(value_pages)
+        values = gather(value_pages, value_scales)
         values = jnp.where(written, values, jnp.zeros((), values.dtype))
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
         weights = jnp.exp(scores - new_peak[..., None])
