@@ -21,6 +21,7 @@ from pallas_kernels.int4_matmul import (
     to_mosaic,
     to_triton,
     tuning,
+    wide_tuning,
 )
 from pallas_kernels.int4_matmul.plan import Schedule
 
@@ -201,7 +202,7 @@ def test_explain_says_why_not_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert reason(x, weight) == "the first that supports this call"
     assert "bfloat16 activations, not float32" in reason(x.astype(jnp.float32), weight)
-    assert "1 to 64 rows, not 65" in reason(jnp.zeros((65, 64), jnp.bfloat16), weight)
+    assert "one row or more" in reason(jnp.zeros((0, 64), jnp.bfloat16), weight)
     assert "repack with to_mosaic" in reason(x, make(24, 64, 32, "symmetric")[0])
     odd = to_mosaic(make(24, 72, 24, "symmetric")[0])
     assert "groups of 16, 32, 64 or a multiple of 128" in reason(jnp.zeros((4, 72), jnp.bfloat16), odd)
@@ -252,7 +253,7 @@ def test_kernel_on_the_gpu(rows, out_features, in_features, group_size, kind) ->
     packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
     product = jax.jit(lambda x, w: int4_matmul(x, w, backend="mosaic", out_dtype=jnp.float32))
     outs = [np.asarray(product(jnp.asarray(x), packed)) for _ in range(3)]
-    assert error(outs[0], x, values) < 3e-6
+    assert error(outs[0], x, values) < (3e-6 if rows < wide_tuning.WIDE_ROWS else 3e-3)
     assert all(np.array_equal(outs[0], out) for out in outs)
 
 

@@ -10,12 +10,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.int4_matmul import mosaic, reference, triton_matmul, tuning
+from pallas_kernels.int4_matmul import (
+    mosaic,
+    reference,
+    triton_matmul,
+    tuning,
+    wide,
+    wide_dequantize,
+    wide_tuning,
+)
 from pallas_kernels.int4_matmul.packing import PackedInt4, to_mosaic, to_triton
 from pallas_kernels.int4_matmul.plan import PART
 
 Backend = Literal["mosaic", "triton", "reference"]
-MOSAIC_MAX_ROWS = 64
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -53,9 +60,10 @@ def int4_matmul(
         any.
       out_dtype: by default x's dtype. Sums are float32 in any case.
       backend: forces one; else the environment variable JAXINFER_KERNELS, else the first that supports the call.
-        "mosaic" is the fused kernel for up to 64 rows on Hopper. "triton" takes any number of rows on NVIDIA cards from
-        Ampere on, where jax-triton is installed. "reference" dequantises the weight to x's dtype and multiplies through
-        XLA: the CPU's path, and Hopper's for many rows.
+        "mosaic" is Hopper's: a fused kernel for few rows, another for many, which rounds the weights to bfloat16, and
+        for thousands cuBLAS after a kernel that unpacks the weight. "triton" takes any number of rows on NVIDIA cards
+        from Ampere on, where jax-triton is installed. "reference" dequantises the weight to x's dtype and multiplies
+        through XLA: the CPU's path.
       explain: return the list of `Choice` and compute nothing.
 
     Raises:
@@ -103,8 +111,8 @@ def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedI
     """Why the Mosaic kernel does not take this call; None if it does."""
     if dtype != jnp.bfloat16:
         return f"it needs bfloat16 activations, not {jnp.dtype(dtype)}"
-    if not 1 <= rows <= MOSAIC_MAX_ROWS:
-        return f"it takes 1 to {MOSAIC_MAX_ROWS} rows, not {rows}"
+    if rows < 1:
+        return "it takes one row or more, not none"
     if w.layout != "mosaic":
         return f"it reads weights of the mosaic layout, not {w.layout}; repack with to_mosaic once, at load"
     if w.kind == "code_book":
@@ -122,5 +130,11 @@ def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedI
 
 
 def _mosaic(x: jax.Array, w: PackedInt4, *, out_dtype: jnp.dtype) -> jax.Array:
-    schedule = tuning.plan_for(x.shape[0], w, jax.devices()[0].device_kind).schedule
-    return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=out_dtype)
+    rows, device_kind = x.shape[0], jax.devices()[0].device_kind
+    if rows < wide_tuning.WIDE_ROWS:
+        schedule = tuning.plan_for(rows, w, device_kind).schedule
+        return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=out_dtype)
+    if rows < wide_tuning.DEQUANTIZED_ROWS:
+        schedule = wide_tuning.wide_schedule(rows, w, device_kind)
+        return wide.int4_matmul(x, w, schedule=schedule, out_dtype=out_dtype)
+    return wide_dequantize.int4_matmul(x, w, out_dtype=out_dtype)

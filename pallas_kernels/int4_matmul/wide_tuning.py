@@ -5,12 +5,16 @@ import functools
 import itertools
 
 from pallas_kernels.int4_matmul.packing import PackedInt4
+from pallas_kernels.int4_matmul.tuning import MULTIPROCESSORS
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
 BLOCK_SHARED_BYTES = 227 * 1024 - 1024
 """What a block may have of shared memory, less what the compiler takes."""
-RESIDENT = {1: 132, 2: 132, 4: 112}
-"""Blocks that run at once, by the size of their clusters: not every group of multiprocessors is a multiple of four."""
+WIDE_ROWS = 17
+"""From how many rows on this kernel is faster than the one that keeps x in registers."""
+DEQUANTIZED_ROWS = 4096
+"""From how many rows on cuBLAS is faster, even after a pass that unpacks the weight."""
+CLUSTERS = (1, 2, 4)
 MEASURED: dict[tuple[int, int, int], WideSchedule] = {}
 """By rows, in_features and out_features: the fastest schedule of those tried on an H200 (docs/kernels.md)."""
 
@@ -25,29 +29,37 @@ REDUCTION = 1.2e-6
 """Seconds of a kernel that adds slices, beside its traffic."""
 
 
-def wide_schedule(rows: int, weight: PackedInt4) -> WideSchedule:
+def wide_schedule(rows: int, weight: PackedInt4, device_kind: str = "NVIDIA H200") -> WideSchedule:
     """The schedule for `rows` rows times a weight of the mosaic layout."""
+    multiprocessors = MULTIPROCESSORS.get(device_kind, 132)
     out_features, in_features = weight.shape
     measured = MEASURED.get((rows, in_features, out_features))
-    return schedules(rows, weight)[0] if measured is None else measured
+    if measured is not None and multiprocessors == 132:
+        return measured
+    return schedules(rows, weight, multiprocessors)[0]
 
 
-def schedules(rows: int, weight: PackedInt4) -> list[WideSchedule]:
+def schedules(rows: int, weight: PackedInt4, multiprocessors: int = 132) -> list[WideSchedule]:
     """All that fit, the best prediction first."""
-    return _sorted(WidePlan.of(rows, weight, WideSchedule()))
+    return _sorted(WidePlan.of(rows, weight, WideSchedule()), multiprocessors)
 
 
 @functools.cache
-def _sorted(plan: WidePlan) -> list[WideSchedule]:
-    plans = [p for p in _candidates(plan) if p is not None]
+def _sorted(plan: WidePlan, multiprocessors: int) -> list[WideSchedule]:
+    plans = [p for p in _candidates(plan, multiprocessors) if p is not None]
     return [p.schedule for p in sorted(plans, key=predicted_seconds)]
 
 
-def _candidates(plan: WidePlan) -> list[WidePlan | None]:
+def resident(cluster: int, multiprocessors: int) -> int:
+    """Blocks that run at once: not every group of multiprocessors is a multiple of four."""
+    return multiprocessors if cluster < 4 else multiprocessors * 28 // 33 // 4 * 4
+
+
+def _candidates(plan: WidePlan, multiprocessors: int) -> list[WidePlan | None]:
     slices = [s for s in (1, 2, 3, 4, 6, 8, 12, 16) if s <= plan.steps]
     return [
-        _fitted(plan, WideSchedule(_even(plan.rows, most), tiles=tiles, slices=s, cluster=c, blocks=RESIDENT[c]))
-        for (tiles, most), s, c in itertools.product(((1, 64), (1, 128), (2, 64), (2, 128)), slices, RESIDENT)
+        _fitted(plan, WideSchedule(_even(plan.rows, most), 2, tiles, s, c, blocks=resident(c, multiprocessors)))
+        for (tiles, most), s, c in itertools.product(((1, 64), (1, 128), (2, 64), (2, 128)), slices, CLUSTERS)
     ]
 
 
