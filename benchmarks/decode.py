@@ -41,7 +41,7 @@ def bytes_per_step(model: ji.Model, batch: int, context: float) -> float:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     if model.params.lm_head is not None:
         weights -= model.params.embed_tokens.nbytes
-    return weights + batch * context * kv_cache.bytes_per_token(model.config, model.dtype)
+    return weights + batch * context * kv_cache.bytes_per_token(model.config, model.cache_dtype)
 
 
 def prompts(model: ji.Model, batch: int, length: int) -> list[list[int]]:

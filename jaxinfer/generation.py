@@ -125,7 +125,7 @@ def _groups(
     if not isinstance(max_batch_size, int) or max_batch_size < 1:
         raise ValueError(f"max_batch_size={max_batch_size!r}; expected an integer of at least 1")
     budget = _free_bytes()
-    page_bytes = kv_cache.bytes_per_token(model.config, model.dtype) * PAGE_SIZE
+    page_bytes = kv_cache.bytes_per_token(model.config, model.cache_dtype) * PAGE_SIZE
     spare_pages = 0
     if speculation is not None:
         speculation.draft.check(model, max((cache_tokens(request) for request in requests), default=0))

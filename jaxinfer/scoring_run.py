@@ -121,7 +121,7 @@ def run_pairs(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> Itera
     """
     forest = build_forest(rows_for(pairs), model.config, PAGE_SIZE, limits.prefill_chunk)
     num_pages = _num_pages(model, pairs, limits)
-    cache = kv_cache.create(model.config, num_pages, PAGE_SIZE, model.dtype)
+    cache = kv_cache.create(model.config, num_pages, PAGE_SIZE, model.cache_dtype)
     width = pages_for(max(pair.num_inputs for pair in pairs))
     waiting: collections.deque[tuple[list[Run], jax.Array, jax.Array]] = collections.deque()
     for level in schedule(forest, num_pages, PAGE_SIZE):
@@ -137,7 +137,7 @@ def run_pairs(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> Itera
 
 def _num_pages(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> int:
     """Pages of the pool: as many as all rows take, bounded by memory and by what helps."""
-    page_bytes = kv_cache.bytes_per_token(model.config, model.dtype) * PAGE_SIZE
+    page_bytes = kv_cache.bytes_per_token(model.config, model.cache_dtype) * PAGE_SIZE
     free = free_device_bytes()
     affordable = (free_host_bytes() if free is None else free) // 2 // page_bytes
     longest = max(range(len(pairs)), key=lambda index: pairs[index].num_inputs)

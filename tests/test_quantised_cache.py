@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer import kv_cache, steps
-from jaxinfer.kv_cache import PagedKVCache
+from jaxinfer.generation import generate
 from jaxinfer.model import Model, load
+from jaxinfer.sampling_params import SamplingParams
 from pallas_kernels.paged_attention.formats import FORMATS, dequantise, quantise
 from tests import paged_attention_cases as cases
 
@@ -27,7 +28,7 @@ def tiny() -> Model:
     return load(families.BY_NAME["llama"].folder, dtype="float32", progress=False)
 
 
-def poisoned_cache(model: Model, num_pages: int, dtype: str) -> PagedKVCache:
+def poisoned_cache(model: Model, num_pages: int, dtype: str) -> kv_cache.PagedKVCache:
     """All scales NaN and all bits of codes set: whatever is read without having been written shows."""
     cache = kv_cache.create(model.config, num_pages, PAGE, dtype)
 
@@ -192,3 +193,18 @@ def test_fp8_codes_are_those_of_ml_dtypes():
     got = jax.jit(lambda x: x.astype(jnp.float8_e4m3fn))(jnp.asarray(every))
     want = every.astype(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
+
+
+def test_load_with_kv_dtype_and_generate():
+    """The same tokens as prefill and decode by hand over a cache of that dtype."""
+    model = load(families.BY_NAME["llama"].folder, dtype="float32", kv_dtype="int8", progress=False)
+    assert (model.dtype, model.cache_dtype, tiny().cache_dtype) == (jnp.float32, jnp.int8, jnp.float32)
+    prompt = [5, 9, 4, 7, 6]
+    got = generate(model, [prompt], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))[0].token_ids
+    tokens = [*prompt]
+    for _ in range(3):
+        logits = logits_by_chunks(model, np.array(tokens, np.int32), [len(tokens)], "int8")
+        tokens.append(int(logits[0].argmax()))
+    assert list(got) == tokens[len(prompt) :]
+    with pytest.raises(ValueError, match="kv_dtype='int3': a cache can be"):
+        load(families.BY_NAME["llama"].folder, kv_dtype="int3", progress=False)

@@ -132,7 +132,7 @@ class Runner:
 
     def _new_cache(self) -> kv_cache.PagedKVCache:
         rules = self.settings.rules
-        return kv_cache.create(self.model.config, self.settings.num_pages, rules.page_size, self.model.dtype)
+        return kv_cache.create(self.model.config, self.settings.num_pages, rules.page_size, self.model.cache_dtype)
 
     def _blank(self, layout: SamplerLayout) -> DecodeState:
         return self.programs.get(Size("blank", layout=layout))()

@@ -65,7 +65,7 @@ class ModelDraft:
 
     @property
     def bytes_per_token(self) -> int:
-        return kv_cache.bytes_per_token(self.model.config, self.model.dtype)
+        return kv_cache.bytes_per_token(self.model.config, self.model.cache_dtype)
 
     def check(self, target: Model, longest: int) -> None:
         if self._checked is not target:
@@ -91,7 +91,7 @@ class ModelDraft:
         return ModelProposer(self.model.config, target.config.vocab_size)
 
     def create_state(self, target: Model, num_pages: int, page_size: int, batch: int) -> DraftCache:
-        cache = kv_cache.create(self.model.config, num_pages, page_size, self.model.dtype)
+        cache = kv_cache.create(self.model.config, num_pages, page_size, self.model.cache_dtype)
         return DraftCache(cache, jnp.zeros(batch, jnp.int32))
 
 
