@@ -1,0 +1,1 @@
+"""Evaluation: the adapter for lm-evaluation-harness (`pip install 'jaxinfer[eval]'`)."""
