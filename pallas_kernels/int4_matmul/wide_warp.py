@@ -193,7 +193,9 @@ class WideWarp(Int4Warp):
     # Matrix products of a warpgroup
     def token_matrix(self, address: Value, tokens: int) -> Value:
         """The descriptor of x in shared memory: 8 x 8 matrices [8 tokens, 16 bytes], tokens first."""
-        start = arith.shrui(self._shared(address), mgpu_utils.c(4, ir.IntegerType.get_signless(32)))
+        # In a cluster the upper bits of an address are the block's rank: the descriptor has other things there.
+        start = arith.andi(self._shared(address), mgpu_utils.c(0x3FFFF, ir.IntegerType.get_signless(32)))
+        start = arith.shrui(start, mgpu_utils.c(4, start.type))
         wide = arith.extui(ir.IntegerType.get_signless(64), start)
         return Value(llvm.or_(wide, mgpu_utils.c(NEXT_TOKENS | tokens << 16, wide.type)))
 
