@@ -78,8 +78,9 @@ def run(recorder: Recorder, rate: float, rows: int, shape: str, schedule: WideSc
     us, cublas = statistics.median(times), cublas_us(rows, k, n)
     spread = statistics.quantiles(times, n=10)
     print(
-        f"predicted {wide_tuning.predicted_seconds(plan) * 1e6:.1f} us, {note} median {us:.2f} p10-p90 {spread[0]:.1f}-{spread[-1]:.1f}"
-        f" rest {rest:.1f} cuBLAS {cublas:.1f} us compile {compile_seconds:.1f}s",
+        f"predicted {wide_tuning.predicted_seconds(plan) * 1e6:.1f} us, {note} median {us:.2f}"
+        f" p10-p90 {spread[0]:.1f}-{spread[-1]:.1f} rest {rest:.1f} cuBLAS {cublas:.1f} us"
+        f" compile {compile_seconds:.1f}s",
         flush=True,
     )
     if not right:

@@ -47,7 +47,7 @@ def schedules(rows: int, weight: PackedInt4, multiprocessors: int = 132) -> list
 @functools.cache
 def _sorted(plan: WidePlan, multiprocessors: int) -> list[WideSchedule]:
     plans = [p for p in _candidates(plan, multiprocessors) if p is not None]
-    return [p.schedule for p in sorted(plans, key=predicted_seconds)]
+    return list(dict.fromkeys(p.schedule for p in sorted(plans, key=predicted_seconds)))
 
 
 def resident(cluster: int, multiprocessors: int) -> int:
