@@ -241,7 +241,7 @@ class QuantizedFolder:
             small = {part: self._folder.read(info.name) for part, info in infos.items() if info.nbytes <= 64}
             meta = hqq.read_meta(small, where)
             return hqq.shape(infos, meta, where), 4 if meta.bits <= 4 else 8, lambda parts: hqq.decode(parts, meta)
-        if infos["weight"].dtype == "I8":
+        if infos["weight"].dtype == "I8" and "weight_scale_inv" not in infos:
             shape = compressed_tensors.int8_shape(infos, group, where)
             decode = compressed_tensors.decode_int8
             return shape, 4 if bits is not None and bits <= 4 else 8, lambda parts: decode(parts, bits, group, where)
