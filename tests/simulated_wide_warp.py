@@ -14,7 +14,7 @@ import numpy as np
 from simulated_int4_warp import DTYPES, SimulatedInt4Warp
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
-from pallas_kernels.int4_matmul import PackedInt4, mosaic, wide, wide_dequantize
+from pallas_kernels.int4_matmul import PackedInt4, mosaic, wide, wide_arrange, wide_dequantize
 from pallas_kernels.int4_matmul.stream import Weights
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
@@ -197,7 +197,7 @@ class SimulatedWideWarp(SimulatedInt4Warp):
         for lane in np.flatnonzero(predicate):
             self.barriers.update(self.block, int(barrier[lane]), arrivals=1, nbytes=nbytes)
 
-    def arrive(self, barrier: np.ndarray, block: np.ndarray | None, predicate: np.ndarray) -> None:
+    def arrive_in(self, barrier: np.ndarray, block: np.ndarray | None, predicate: np.ndarray) -> None:
         for lane in np.flatnonzero(predicate):
             target = self.block if block is None else int(block[lane])
             self.barriers.update(target, int(barrier[lane]), arrivals=1)
@@ -257,17 +257,12 @@ class SimulatedWideWarp(SimulatedInt4Warp):
         assert count % 8 == 0
         assert 24 <= count <= 256
 
-    def load_words(
-        self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray | None, constant: int = 0
-    ) -> tuple[np.ndarray, ...]:
-        raise NotImplementedError("the wide kernel reads no global memory into registers")
-
 
 def simulate(x: np.ndarray, weight: PackedInt4, schedule: WideSchedule, out_dtype: str = "float32") -> np.ndarray:
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
     out = np.full(schedule.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
-    image = np.asarray(wide.arrange(jnp.asarray(x), plan)).reshape(-1)
+    image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
     arguments = _arguments(weight, image, out, out_dtype)
     for cluster in range(plan.clusters):
         _run_cluster(plan, arguments, cluster)
@@ -287,6 +282,21 @@ def simulate_dequantize(weight: PackedInt4) -> np.ndarray:
 
         run_cluster(1, wide_dequantize.WARPS, 4, program)
     return out.reshape(weight.shape)
+
+
+def simulate_arrange(x: np.ndarray, plan: WidePlan) -> np.ndarray:
+    """What the kernel that reorders x (bfloat16) returns."""
+    # As 16-bit numbers, of which all ones are NaN: nothing is written twice.
+    out = np.full(2 * np.prod(wide_arrange.shape(plan)), np.nan, BF16)
+    bytes_ = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    for block in range(wide_arrange.blocks(plan)):
+
+        def program(warp: SimulatedWarp, _: int, block: int = block) -> None:
+            w = SimulatedWideWarp(warp, Barriers())
+            wide_arrange.reorder(w, plan, bytes_, out, w.integer(block))
+
+        run_cluster(1, wide_arrange.WARPS, 4, program)
+    return out.view(np.int32).reshape(wide_arrange.shape(plan))
 
 
 def _arguments(weight: PackedInt4, x: np.ndarray | None, out: np.ndarray, out_dtype: str) -> mosaic.Arguments:

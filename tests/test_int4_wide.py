@@ -8,9 +8,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from simulated_wide_warp import simulate, simulate_dequantize
+from simulated_wide_warp import simulate, simulate_arrange, simulate_dequantize
 
-from pallas_kernels.int4_matmul import PackedInt4, dequantize, from_codes, to_mosaic, wide, wide_dequantize, wide_tuning
+from pallas_kernels.int4_matmul import (
+    PackedInt4,
+    dequantize,
+    from_codes,
+    to_mosaic,
+    wide,
+    wide_arrange,
+    wide_dequantize,
+    wide_tuning,
+)
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
 BF16 = ml_dtypes.bfloat16
@@ -80,12 +89,28 @@ def test_arrange_puts_a_words_inputs_where_it_multiplies_them(group_size: int) -
     """Products of 16 inputs take two pieces: lane q's inputs 2q, 2q + 1 of the first, then of the second."""
     plan = WidePlan.of(3, to_mosaic(make(16, 256, group_size, "symmetric")), WideSchedule(8))
     x = np.arange(3 * 256, dtype=np.int16).view(BF16).reshape(3, 256)
-    image = np.asarray(wide.arrange(jnp.asarray(x), plan)).view(np.int16).reshape(1, 2, 8, 2, 8, 4, 2)
+    image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).view(np.int16).reshape(1, 2, 8, 2, 8, 4, 2)
     for stage, step, lane, pair, element in itertools.product(range(2), range(8), range(4), range(2), range(2)):
         within = 32 * (step // 2) + 8 * lane + 4 * (step % 2) if group_size >= 32 else 16 * step + 4 * lane
         column = 128 * stage + within + 2 * pair + element
         assert image[0, stage, step, pair, 2, lane, element] == 2 * 256 + column
         assert image[0, stage, step, pair, 5, lane, element] == 0  # there is no token 5
+
+
+@pytest.mark.parametrize("group_size", [16, 32])
+def test_kernel_that_arranges_does_what_xla_does(group_size: int) -> None:
+    plan = WidePlan.of(37, to_mosaic(make(16, 200, group_size, "symmetric")), WideSchedule(24))
+    x = tokens(37, 200)
+    expected = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan))
+    assert (simulate_arrange(x, plan) == expected).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group_size", [16, 32])
+def test_kernel_that_arranges_on_the_gpu(group_size: int) -> None:
+    plan = WidePlan.of(300, to_mosaic(make(16, 1544, group_size, "symmetric")), WideSchedule(104))
+    x = jnp.asarray(tokens(300, 1544))
+    assert (wide_arrange.by_kernel(x, plan) == wide_arrange.by_xla(x, plan)).all()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 The product is computed as out^T = W x^T with `wgmma`: 64 output features of a warpgroup, dequantised in registers, are
 its large operand, 8 to 256 tokens in shared memory the small one. A word of the mosaic layout is exactly what a thread
 has to hold of the large operand for 16 inputs, in an order of the inputs of its own (see `packing.to_mosaic`), so x is
-brought into the same order before (`arrange`).
+brought into the same order before (`wide_arrange`).
 
 One warpgroup fetches: the weights by asynchronous copies, x, which lies as shared memory wants it, by one bulk copy a
 stage, for all blocks of the cluster at once. The others multiply: of the words of a stage (128 inputs) each makes 8 or
@@ -26,30 +26,16 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_matmul.mosaic import Arguments, arguments_of
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4, steps_per_run
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights
+from pallas_kernels.int4_matmul.wide_arrange import arrange
 from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 """Of each fetching and each multiplying thread, by the number of multiplying warpgroups."""
-
-
-def arrange(x: jax.Array, plan: WidePlan) -> jax.Array:
-    """x [rows, in_features] in the order in which the products take it, padded with zeros.
-
-    int32[token tile, stage, 16 pieces, tokens, 4]: a piece is what the eight columns of an 8 x 8 matrix are of 32 (or
-    16) inputs, two neighbouring inputs a word.
-    """
-    tokens = plan.schedule.tokens
-    rows, columns = plan.token_tiles * tokens, plan.steps * STAGE
-    x = jnp.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])))
-    words = lax.bitcast_convert_type(x.reshape(rows, columns // 2, 2), jnp.int32)
-    run = steps_per_run(plan.group_size)
-    words = words.reshape(plan.token_tiles, tokens, plan.steps, 8 // run, 4, 2 * run)
-    return words.transpose(0, 2, 3, 5, 1, 4).reshape(plan.token_tiles, plan.steps, 16, tokens, 4)
 
 
 class Part:
@@ -174,7 +160,7 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
     def release(slot: Any, now: Any) -> None:
         w.warp_barrier()
         barrier = slot * 8 + plan.empty_barriers
-        w.arrive(barrier, w.lane if schedule.cluster > 1 else None, (w.lane < schedule.cluster) & now)
+        w.arrive_in(barrier, w.lane if schedule.cluster > 1 else None, (w.lane < schedule.cluster) & now)
 
     def segment(base: Any, tile: int, index: int) -> RowPair:
         row = (strip + 4 * tile) * (plan.segments * STRIP) + index * STRIP + w.lane // 4 * 2

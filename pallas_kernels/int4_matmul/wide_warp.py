@@ -163,7 +163,7 @@ class WideWarp(Int4Warp):
         ptx = f"@$1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};"
         self._emit(ptx, "r,b", self._shared(barrier), predicate.ir)
 
-    def arrive(self, barrier: Value, block: Value | None, predicate: Value) -> None:
+    def arrive_in(self, barrier: Value, block: Value | None, predicate: Value) -> None:
         """Arrives at the barrier of this block (None) or of a block of the cluster."""
         if block is None:
             ptx = "@$1 mbarrier.arrive.shared::cta.b64 _, [$0];"
