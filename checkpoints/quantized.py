@@ -10,64 +10,16 @@ import dataclasses
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.formats import awq, bitsandbytes, compressed_tensors, fp4, fp8, gptq, hqq
 from checkpoints.formats.codes import QuantizedTensor
-from checkpoints.quantized_config import ORIGINAL, Announcement, WeightSettings, find_announcement
+from checkpoints.quantized_config import ORIGINAL, Announcement, find_announcement
+from checkpoints.quantized_recipes import RECIPES, Context, Opened
 from checkpoints.safetensors import SafetensorsFolder, read_json
 from checkpoints.tensors import TensorInfo
-
-type Parts = Mapping[str, np.ndarray]
-type Infos = Mapping[str, TensorInfo]
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A format: the parts of a weight, and how they become its shape and a decoder. The first recipe that fits, fits.
-
-    `anchor` is the part that only this format has, with its dtypes (None: any); `required` and `optional` are the
-    others, `ignored` those that concern activations, which are not quantised here.
-    """
-
-    name: str
-    anchor: str
-    dtypes: tuple[str, ...] | None
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale")
-
-
-_HQQ_IGNORED = (
-    "packing", "view_as_float", "unpack_view_dtype", "compute_dtype", "offload_meta", "encoded_state_dict",
-    "stores_quant_config", "channel_wise", "optimize", "round_zero",
-)  # fmt: skip
-
-RECIPES = (
-    Recipe("AWQ or GPTQ", "qweight", None, ("qzeros", "scales"), ("g_idx",)),
-    Recipe(
-        "packed integers", "weight_packed", ("I32",), ("weight_scale", "weight_shape"),
-        ("weight_zero_point", "weight_g_idx"),
-    ),
-    Recipe("NVFP4", "weight_global_scale", None, ("weight_packed", "weight_scale")),
-    Recipe("MXFP4", "weight_packed", ("U8",), ("weight_scale",)),
-    Recipe("NVFP4 (ModelOpt)", "weight_scale_2", None, ("weight", "weight_scale")),
-    *(
-        Recipe(
-            "bitsandbytes", state, None, ("weight", "weight.absmax", "weight.quant_map"),
-            ("weight.nested_absmax", "weight.nested_quant_map"),
-        )
-        for state in bitsandbytes.QUANT_STATES
-    ),
-    Recipe("HQQ", "W_q", None, ("scale", "zero", "shape", "nbits", "axis"),
-           ("group_size", "quant_scale", "quant_zero"), _HQQ_IGNORED),
-    Recipe("FP8", "weight_scale_inv", None, ("weight",)),
-    Recipe("FP8", "weight", fp8.FLOAT8_DTYPES, ("weight_scale",)),
-    Recipe("8-bit integers", "weight", ("I8",), ("weight_scale",), ("weight_zero_point",)),
-)  # fmt: skip
 
 _INT8_SCALE = "SCB"  # of bitsandbytes in 8 bits
 _PART_NAMES = frozenset(
@@ -78,12 +30,11 @@ _CACHE_SCALE = re.compile(r"\.(k|v|q|prob)_scale$|\.(k|v)_proj\.output_scale$")
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A quantised weight: its parts' tensors, the width of its codes once unpacked, and its decoder."""
+    """A quantised weight and the tensors of its parts."""
 
     info: TensorInfo
     parts: Mapping[str, str]
-    code_bits: int
-    decode: Callable[[Parts], QuantizedTensor]
+    opened: Opened
 
 
 class QuantizedFolder:
@@ -123,7 +74,7 @@ class QuantizedFolder:
     def code_bits(self, name: str) -> int | None:
         """The width of a weight's codes, 4 or 8; None for a tensor that is not quantised."""
         weight = self._weights.get(name)
-        return None if weight is None else weight.code_bits
+        return None if weight is None else weight.opened.code_bits
 
     def quantized(self, name: str) -> QuantizedTensor | None:
         """The codes of a weight, None for a tensor that is not quantised. Its parts stay in memory until `release`,
@@ -134,7 +85,7 @@ class QuantizedFolder:
         if self._last is None or self._last[0] != name:
             self._last = None
             arrays = {part: self._folder.read(tensor) for part, tensor in weight.parts.items()}
-            self._last = name, weight.decode(arrays)
+            self._last = name, weight.opened.decode(arrays)
         return self._last[1]
 
     def release(self, name: str) -> None:
@@ -180,7 +131,7 @@ class QuantizedFolder:
         self._last = None
         self._folder.close()
 
-    def _recognise(self, module: str, parts: Infos) -> tuple[_Weight, Sequence[str]] | None:
+    def _recognise(self, module: str, parts: Mapping[str, TensorInfo]) -> tuple[_Weight, Sequence[str]] | None:
         """The weight that a module's tensors make up and the parts it has no use for; None if it is not quantised."""
         weight_name = f"{module}.weight" if module else "weight"
         if _INT8_SCALE in parts:
@@ -199,60 +150,11 @@ class QuantizedFolder:
                 )
             used = [recipe.anchor, *recipe.required, *(part for part in recipe.optional if part in parts)]
             infos = {part: parts[part] for part in used}
-            settings = WeightSettings() if self._announcement is None else self._announcement.weight(module)
-            shape, code_bits, decode = self._open(infos, settings, weight_name)
-            info = TensorInfo(weight_name, shape, recipe.name, sum(part.nbytes for part in infos.values()))
+            opened = recipe.open(infos, Context(weight_name, module, self._announcement, self._folder.read))
+            info = TensorInfo(weight_name, opened.shape, recipe.name, sum(part.nbytes for part in infos.values()))
             names = {part: part_info.name for part, part_info in infos.items()}
-            return _Weight(info, names, code_bits, decode), [part for part in recipe.ignored if part in parts]
+            return _Weight(info, names, opened), [part for part in recipe.ignored if part in parts]
         return None
-
-    def _open(
-        self, infos: Infos, settings: WeightSettings, where: str
-    ) -> tuple[tuple[int, int], int, Callable[[Parts], QuantizedTensor]]:
-        """Shape, width of the codes and decoder of a weight whose parts are complete; their shapes are checked."""
-        bits, group, block = settings.bits, settings.group_size, settings.block
-        if "qweight" in infos:
-            if self._is_awq(infos):
-                if bits not in (None, 4):
-                    raise CheckpointError(f"{where}: AWQ with {bits} bits is not supported, only 4; {ORIGINAL}")
-                return awq.shape(infos, group, where), 4, lambda parts: awq.decode(parts, group, where)
-            version = 1 if self._announcement is None else self._announcement.gptq_version
-            shape = gptq.shape(infos, bits, group, where)
-            code_bits = 4 if infos["qweight"].shape[0] * 32 <= 4 * shape[1] else 8
-            return shape, code_bits, lambda p: gptq.decode(p, bits, group, version, settings.symmetric, where)
-        if "weight_shape" in infos:
-            stated = self._folder.read(infos["weight_shape"].name)
-            shape = compressed_tensors.packed_shape(infos, stated, bits, group, where)
-            width = compressed_tensors.field_bits(infos["weight_packed"].shape[1], shape[1], bits, where)
-            decode = compressed_tensors.decode_packed
-            return shape, 4 if width <= 4 else 8, lambda parts: decode(parts, bits, group, where)
-        if "weight_global_scale" in infos or "weight_scale_2" in infos:
-            codes, scale = (
-                ("weight_packed", "weight_global_scale") if "weight_packed" in infos else ("weight", "weight_scale_2")
-            )
-            return fp4.shape(infos, codes, scale, where), 4, lambda p: fp4.decode_nvfp4(p, codes, scale, where)
-        if "weight_packed" in infos:
-            return fp4.shape(infos, "weight_packed", None, where), 4, lambda parts: fp4.decode_mxfp4(parts, where)
-        if "weight.absmax" in infos:
-            name = next(info.name for part, info in infos.items() if part in bitsandbytes.QUANT_STATES)
-            state = bitsandbytes.read_state(self._folder.read(name), where)
-            return bitsandbytes.shape(infos, state, where), 4, lambda parts: bitsandbytes.decode(parts, state)
-        if "W_q" in infos:
-            small = {part: self._folder.read(info.name) for part, info in infos.items() if info.nbytes <= 64}
-            meta = hqq.read_meta(small, where)
-            return hqq.shape(infos, meta, where), 4 if meta.bits <= 4 else 8, lambda parts: hqq.decode(parts, meta)
-        if infos["weight"].dtype == "I8" and "weight_scale_inv" not in infos:
-            shape = compressed_tensors.int8_shape(infos, group, where)
-            decode = compressed_tensors.decode_int8
-            return shape, 4 if bits is not None and bits <= 4 else 8, lambda parts: decode(parts, bits, group, where)
-        scale = "weight_scale_inv" if "weight_scale_inv" in infos else "weight_scale"
-        return fp8.shape(infos, scale, block, where), 8, lambda parts: fp8.decode(parts, scale, block, where)
-
-    def _is_awq(self, infos: Infos) -> bool:
-        """The configuration knows; without one: GPTQ packs along the inputs, so its codes are as wide as its scales."""
-        if self._announcement is not None and self._announcement.method in ("awq", "gptq"):
-            return self._announcement.method == "awq"
-        return "g_idx" not in infos and infos["qweight"].shape[-1:] != infos["scales"].shape[-1:]
 
     def _disagreements(self) -> Sequence[str]:
         """Lines on weights that the configuration calls quantised and are not, or the other way round."""
