@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterable, Sequence
 
 import flax.struct
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
@@ -189,16 +189,16 @@ def build_sampling_state(
 
     temperature = keys = top_k = top_p = min_p = penalties = logit_bias = min_tokens = None
     if not variant.greedy:
-        temperature = jnp.asarray(column("temperature", np.float32))
+        temperature = _put(column("temperature", np.float32))
         streams = [*zip(seeds, sample_indices, strict=True), *[(0, 0)] * (batch_size - num_rows)]
-        keys = jnp.asarray(np.array([_key(seed, index) for seed, index in streams]).reshape(-1, 2))
+        keys = _put(np.array([_key(seed, index) for seed, index in streams]).reshape(-1, 2))
     if variant.top_k:
         top_k = column("top_k", np.int32)
-        top_k = jnp.asarray(np.where(top_k == 0, np.int32(vocab_size), np.minimum(top_k, np.int32(vocab_size))))
+        top_k = _put(np.where(top_k == 0, np.int32(vocab_size), np.minimum(top_k, np.int32(vocab_size))))
     if variant.top_p:
-        top_p = jnp.asarray(np.maximum(column("top_p", np.float32), np.float32(_SMALLEST_TOP_P)))
+        top_p = _put(np.maximum(column("top_p", np.float32), np.float32(_SMALLEST_TOP_P)))
     if variant.min_p:
-        min_p = jnp.asarray(column("min_p", np.float32))
+        min_p = _put(column("min_p", np.float32))
     if variant.penalties:
         prompt_mask = np.zeros((batch_size, vocab_size), bool)
         output_counts = np.zeros((batch_size, vocab_size), np.int32)
@@ -206,11 +206,11 @@ def build_sampling_state(
             prompt_mask[row, _checked_ids("prompt", prompt, vocab_size)] = True
             np.add.at(output_counts[row], _checked_ids("output", output, vocab_size), 1)
         penalties = Penalties(
-            presence=jnp.asarray(column("presence_penalty", np.float32)),
-            frequency=jnp.asarray(column("frequency_penalty", np.float32)),
-            repetition=jnp.asarray(column("repetition_penalty", np.float32)),
-            prompt_mask=jnp.asarray(prompt_mask),
-            output_counts=jnp.asarray(output_counts),
+            presence=_put(column("presence_penalty", np.float32)),
+            frequency=_put(column("frequency_penalty", np.float32)),
+            repetition=_put(column("repetition_penalty", np.float32)),
+            prompt_mask=_put(prompt_mask),
+            output_counts=_put(output_counts),
         )
     if variant.logit_bias:
         biases = [dict(row.logit_bias) for row in rows]
@@ -221,10 +221,15 @@ def build_sampling_state(
     if variant.min_tokens:
         stops = [list(dict.fromkeys((*eos_token_ids, *row.stop_token_ids))) for row in rows]
         min_tokens = MinTokens(
-            count=jnp.asarray(column("min_tokens", np.int32)), ids=_ragged(stops, vocab_size, np.int32, places)
+            count=_put(column("min_tokens", np.int32)), ids=_ragged(stops, vocab_size, np.int32, places)
         )
     state = SamplingState(temperature, keys, top_k, top_p, min_p, penalties, logit_bias, min_tokens)
     return state, variant
+
+
+def _put(array: np.ndarray) -> Array:
+    """On the device, as a copy (the state is donated); `jnp.asarray` would compile a program for each shape."""
+    return jax.device_put(array, may_alias=False)
 
 
 def _key(seed: int, sample_index: int) -> np.ndarray:
@@ -248,4 +253,4 @@ def _ragged(rows: Sequence[Sequence[int | float]], fill: int | float, dtype: typ
     array = np.full((len(rows), max(places, 1 << (longest - 1).bit_length())), fill, dtype)
     for row, values in enumerate(rows):
         array[row, : len(values)] = values
-    return jnp.asarray(array)
+    return _put(array)
