@@ -12,7 +12,13 @@ import sys
 
 from benchmarks.harness import RESULTS, ROOT, Recorder
 
-FILES = ("test_decode_attention.py", "test_int4_matmul.py", "test_paged_attention.py")
+FILES = (
+    "test_decode_attention.py",
+    "test_int4_matmul.py",
+    "test_paged_attention.py",
+    "test_int4_triton.py",
+    "test_paged_attention_triton.py",
+)
 
 
 def main() -> None:

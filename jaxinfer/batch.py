@@ -16,7 +16,7 @@ from jaxinfer.outputs import Delta
 from jaxinfer.request import Request
 from jaxinfer.sampling_logprobs import Logprob, TokenLogprobs, logprob_tables
 from jaxinfer.sampling_state import SamplerVariant, build_sampling_state
-from pallas_kernels.dispatch import hopper_refusal
+from pallas_kernels.paged_attention import reads_lengths
 
 PAGE_SIZE = 16
 MIN_PREFILL = 64
@@ -95,7 +95,7 @@ class Batch:
         self.model, self.requests, self.limits = model, list(requests), limits
         self.size = bucket(len(requests))
         width = pages_for(max(cache_tokens(request) for request in requests)) + -(-spare_tokens // PAGE_SIZE)
-        self.cache = kv_cache.create(model.config, 1 + self.size * width, PAGE_SIZE, model.dtype)
+        self.cache = kv_cache.create(model.config, 1 + self.size * width, PAGE_SIZE, model.cache_dtype)
         self.page_table = np.zeros((self.size, width), np.int32)
         for row in range(len(requests)):
             self.page_table[row] = 1 + row * width + np.arange(width)
@@ -186,8 +186,9 @@ class Batch:
     def _decode_table(self, num_tokens: int) -> jax.Array:
         """The page table for decoding: whole where a kernel reads no more than a row has, else as wide as needed."""
         whole = self.page_table.shape[1] * PAGE_SIZE
-        reads_lengths = self.model.dtype == jnp.bfloat16 and hopper_refusal() is None
-        return self._table(whole if reads_lengths else num_tokens)
+        model = self.model
+        wide = reads_lengths(model.dtype, model.cache_dtype.name, model.config.head_dim, PAGE_SIZE)
+        return self._table(whole if wide else num_tokens)
 
     def _table(self, num_tokens: int) -> jax.Array:
         """The page table, as wide as rows of up to `num_tokens` tokens need."""

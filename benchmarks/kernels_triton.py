@@ -1,0 +1,226 @@
+"""Checks and times the Triton kernels by CUPTI: the INT4 product and paged attention.
+
+    python -m benchmarks.kernels_triton                  # every case, until --seconds (75) are over
+    python -m benchmarks.kernels_triton int4_matmul      # the cases whose name contains the word
+
+Runs on any NVIDIA card from compute capability 8.0 on, with jax-triton installed. Weights are rotated past the L2
+cache, which is flushed before each attention. TB/s counts the codes, or keys and values, only. Every case prints what
+was predicted for an H200.
+"""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks.harness import RESULTS, Recorder, read_rate
+from benchmarks.kernels_attention import REPEATS, Shape, Workload, flushed_calls
+from pallas_kernels.int4_matmul import PackedInt4, dequantize, triton_matmul, triton_tuning
+from pallas_kernels.paged_attention import reference, triton_attention
+from pallas_kernels.triton_backend import refusal
+
+ROTATED_BYTES = 256 << 20
+RUNS = 4
+BF16 = jnp.dtype(jnp.bfloat16)
+UP, DOWN = (4096, 14336), (14336, 4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """x[m, k] times a weight [n, k] in groups of 128 with zero points."""
+
+    m: int
+    k: int
+    n: int
+    predicted_us: float
+    schedule: triton_tuning.Schedule | None = None  # None: what tuning chooses
+
+    @property
+    def record(self) -> dict[str, object]:
+        s = self.schedule
+        chosen = "tuned" if s is None else f"{s.kernel} {s.block_n}x{s.block_m} {s.warps}w{s.stages}s {s.splits} splits"
+        return {
+            "op": "int4_matmul",
+            "backend": "triton",
+            "m": self.m,
+            "k": self.k,
+            "n": self.n,
+            "group": 128,
+            "zero": "zero_point",
+            "schedule": chosen,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    shape: Shape
+    predicted_us: float
+
+    @property
+    def record(self) -> dict[str, object]:
+        return {"op": "paged_attention", "backend": "triton", "kv": "bfloat16", **dataclasses.asdict(self.shape)}
+
+
+DOT8, _ = triton_tuning.DOT[8]
+GEMV, _ = triton_tuning.GEMV
+CASES: list[Product | Attention] = [
+    Product(1, *UP, 10.8),
+    Product(8, *UP, 11.5),
+    Product(16, *UP, 13.0),
+    Product(64, *UP, 27.0),
+    Attention(Shape(64, 4096), 285.0),
+    Attention(Shape(1, 2048), 11.0),
+    Product(1, *UP, 13.0, dataclasses.replace(GEMV, splits=4)),
+    Product(8, *DOWN, 12.0),
+    Attention(Shape(1, 32768), 48.0),
+    Attention(Shape(16, 1024), 27.0),
+    Product(8, 4096, 4096, 6.3),
+    Attention(Shape(8, 1024, tokens=5), 19.0),
+    Attention(Shape(64, 2048, ragged=True), 90.0),
+    Product(32, *UP, 18.0),
+    Product(256, *UP, 95.0),
+    Product(1024, *UP, 230.0),
+    Product(8, *UP, 11.5, dataclasses.replace(DOT8, splits=2)),
+    Product(8, *UP, 11.5, dataclasses.replace(DOT8, stages=3, splits=5)),
+]
+
+
+def random_weight(seed: jax.Array, k: int, n: int) -> PackedInt4:
+    """A weight of the triton layout: any bits are valid codes."""
+    codes_key, scales_key, offsets_key = jax.random.split(jax.random.key(seed), 3)
+    words = jax.random.bits(codes_key, (n // 16, k // 128, 16, 32), jnp.uint16)
+    shape = (k // 128, n)
+    scales = jax.random.uniform(scales_key, shape, jnp.float32, 0.5, 1.5).astype(BF16)
+    offsets = jax.random.randint(offsets_key, shape, 0, 16, jnp.int32).astype(jnp.uint8)
+    return PackedInt4(jax.lax.bitcast_convert_type(words, jnp.int16), scales, offsets, None, (n, k), 128, "triton")
+
+
+@functools.cache
+def weights_of(k: int, n: int) -> list[PackedInt4]:
+    """As many weights as it takes to pass the L2 cache."""
+    make = jax.jit(functools.partial(random_weight, k=k, n=n))
+    return [make(seed) for seed in range(max(2, -(-ROTATED_BYTES // (n * k // 2))))]
+
+
+def kernels_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[str, float]]:
+    """Name and microseconds of every kernel that `RUNS` calls ran, after one that does not count."""
+    _, timings = profiler.measure(jax.jit(function), aggregate=False, iterations=1 + RUNS)(*arguments)
+    if timings is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    return [(name, ms * 1e3) for run in timings[1:] for name, ms in run]
+
+
+def time_product(recorder: Recorder, rate: float, case: Product) -> None:
+    """Our kernel, and what XLA adds to it (the sum of splits; for many rows the product) per call."""
+    weights = weights_of(case.k, case.n)
+    x = jax.random.normal(jax.random.key(99), (case.m, case.k), BF16)
+
+    @jax.jit  # traced and lowered once, however often the timed function calls it
+    def product(w: PackedInt4, x: jax.Array) -> jax.Array:
+        return triton_matmul.int4_matmul(x, w, out_dtype=BF16, schedule=case.schedule)
+
+    expected = jax.jit(lambda x, w: jnp.dot(x.astype(jnp.float32), dequantize(w).T, precision="highest"))(x, weights[0])
+    started = time.perf_counter()
+    first = jax.block_until_ready(product(weights[0], x))
+    compile_seconds = time.perf_counter() - started
+    error = float(jnp.linalg.norm(first.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
+    same = all(bool(jnp.array_equal(first, product(weights[0], x))) for _ in range(3))
+    print(f"error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'} compile {compile_seconds:.1f} s", flush=True)
+    if not same or not error < 1e-2:
+        raise AssertionError(f"error {error}, repeatable {same}")
+    kernels = kernels_of(lambda x, weights: [product(w, x) for w in weights], (x, weights))
+    ours = [us for name, us in kernels if "int4_" in name]
+    if not ours:
+        raise RuntimeError(f"CUPTI saw no int4 kernel among {sorted({name for name, _ in kernels})}")
+    others = (sum(us for _, us in kernels) - sum(ours)) / len(ours)
+    report(recorder, rate, case, statistics.median(ours), others, case.k * case.n / 2)
+
+
+def time_attention(recorder: Recorder, rate: float, case: Attention) -> None:
+    """The kernel that attends, and the one that merges its splits."""
+    work = Workload(case.shape)
+    scale = case.shape.head_dim**-0.5
+    options = {"scale": scale, "window": None, "softcap": None}
+
+    @jax.jit
+    def op(q, k_pages, v_pages, table, lengths, rope):
+        del rope
+        out, _ = triton_attention.paged_attention(q, k_pages, v_pages, table, lengths, None, **options)
+        return out, k_pages, v_pages
+
+    arrays = (work.q, work.k_pages, work.v_pages, work.table, work.lengths)
+    if case.shape.batch * case.shape.context <= 1 << 16:  # the reference gathers all keys
+        want, _ = jax.jit(functools.partial(reference.paged_attention, **options))(*arrays, None)
+        got = op(*arrays, None)[0]
+        gap = jnp.linalg.norm((got - want).astype(jnp.float32)) / jnp.linalg.norm(want.astype(jnp.float32))
+        print(f"error {float(gap):.1e}", flush=True)
+        if not float(gap) < 1e-2:
+            raise AssertionError(f"error {float(gap)} against the reference")
+    junk = jnp.ones(128 * 2**20, jnp.bfloat16)
+    kernels = kernels_of(flushed_calls(op), (*arrays, work.rope, junk))
+    split = [us for name, us in kernels if "paged_attention_split" in name]
+    merge = [us for name, us in kernels if "paged_attention_merge" in name]
+    if len(split) != RUNS * REPEATS or len(merge) != RUNS * REPEATS:
+        raise RuntimeError(f"CUPTI saw {len(split)} and {len(merge)} of {RUNS * REPEATS} calls")
+    both = statistics.median(split) + statistics.median(merge)
+    report(recorder, rate, case, both, statistics.median(merge), case.shape.bytes_read)
+
+
+def report(recorder: Recorder, rate: float, case: Product | Attention, us: float, others: float, nbytes: float) -> None:
+    """`rate`: the bytes per second at which this card reads memory; `others`: time that goes to other kernels."""
+    read = nbytes / us * 1e6
+    print(f"predicted {case.predicted_us:.1f} us, second kernel {others:.1f} us", flush=True)
+    metrics = {"us": (us, "us"), "tb_per_s": (read / 1e12, "TB/s"), "hbm_share": (read / rate, "")}
+    recorder.record(case.record, metrics)
+
+
+def run(words: list[str], limit: float, results: pathlib.Path, op: str = "") -> None:
+    """Times the cases of an op (all) whose name contains one of the words (any), none after `limit` seconds."""
+    reason = refusal()
+    if reason is not None:
+        sys.exit(f"the Triton kernels cannot run: {reason}")
+    started = time.perf_counter()
+    recorder, rate = Recorder("kernels", results), read_rate()
+    failed: list[str] = []
+    for case in CASES:
+        name = " ".join(f"{key}={value}" for key, value in case.record.items())
+        if op not in name or (words and not any(word in name for word in words)):
+            continue
+        if time.perf_counter() - started > limit:
+            print(f"{name}: left out, the time is up", flush=True)
+            continue
+        try:
+            if isinstance(case, Product):
+                time_product(recorder, rate, case)
+            else:
+                time_attention(recorder, rate, case)
+        except Exception:  # one failing case must not cost the others
+            failed.append(name)
+            print(f"{name}: FAILED", flush=True)
+            traceback.print_exc()
+    print(f"total {time.perf_counter() - started:.0f} s", flush=True)
+    if failed:
+        sys.exit(f"{len(failed)} cases failed: " + "; ".join(failed))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="run the cases whose name contains one of them")
+    parser.add_argument("--seconds", type=float, default=75.0, help="start no case after this time")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
+    arguments = parser.parse_args()
+    run(arguments.words, arguments.seconds, arguments.results)
+
+
+if __name__ == "__main__":
+    main()
