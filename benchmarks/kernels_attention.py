@@ -21,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import kernels_triton
 from benchmarks.attention_checks import CHECKS, check
 from benchmarks.attention_prefill import CHUNKS, chunk_timing
 from benchmarks.attention_workload import Shape, Workload, attention_op, decode_op, kernel_us, loop_us, separate_ops
-from benchmarks.harness import Recorder, read_rate
+from benchmarks.harness import RESULTS, Recorder, read_rate
 from pallas_kernels.paged_attention.plan import Plan
 
 INT8, FP8, INT4 = "int8", "float8_e4m3fn", "int4"
@@ -101,7 +102,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seconds", type=float, default=75, help="start no new case after this long")
     parser.add_argument("--results", type=pathlib.Path, default=None, help="folder for the JSON lines")
+    parser.add_argument("--backend", choices=("mosaic", "triton"), default="mosaic", help="triton: kernels_triton.py's")
     options = parser.parse_args()
+    if options.backend == "triton":
+        return kernels_triton.run([], options.seconds, options.results or RESULTS, "paged_attention")
     recorder = Recorder("kernels", options.results) if options.results else Recorder("kernels")
     start = time.perf_counter()
     failed: list[str] = []

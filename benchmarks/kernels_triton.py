@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
+from benchmarks.attention_workload import REPEATS, Shape, Workload, flushed_calls
 from benchmarks.harness import RESULTS, Recorder, read_rate
-from benchmarks.kernels_attention import REPEATS, Shape, Workload, flushed_calls
 from pallas_kernels.int4_matmul import PackedInt4, dequantize, triton_matmul, triton_tuning
 from pallas_kernels.paged_attention import reference, triton_attention
 from pallas_kernels.triton_backend import refusal
@@ -68,7 +68,7 @@ class Attention:
 
     @property
     def record(self) -> dict[str, object]:
-        return {"op": "paged_attention", "backend": "triton", "kv": "bfloat16", **dataclasses.asdict(self.shape)}
+        return {"op": "paged_attention", "backend": "triton", **dataclasses.asdict(self.shape)}
 
 
 DOT8, _ = triton_tuning.DOT[8]
@@ -87,6 +87,7 @@ CASES: list[Product | Attention] = [
     Product(8, 4096, 4096, 6.3),
     Attention(Shape(8, 1024, tokens=5), 19.0),
     Attention(Shape(64, 2048, ragged=True), 90.0),
+    Attention(Shape(64, 4096, kv="int8"), 230.0),
     Product(32, *UP, 18.0),
     Product(256, *UP, 95.0),
     Product(1024, *UP, 230.0),
@@ -153,21 +154,23 @@ def time_attention(recorder: Recorder, rate: float, case: Attention) -> None:
     options = {"scale": scale, "window": None, "softcap": None}
 
     @jax.jit
-    def op(q, k_pages, v_pages, table, lengths, rope):
+    def op(q, pools, table, lengths, rope):
         del rope
-        out, _ = triton_attention.paged_attention(q, k_pages, v_pages, table, lengths, None, **options)
-        return out, k_pages, v_pages
+        k_pages, v_pages, *scales = pools
+        call = (q, k_pages, v_pages, table, lengths, None, tuple(scales) or None)
+        return triton_attention.paged_attention(*call, **options)[0], pools
 
-    arrays = (work.q, work.k_pages, work.v_pages, work.table, work.lengths)
     if case.shape.batch * case.shape.context <= 1 << 16:  # the reference gathers all keys
-        want, _ = jax.jit(functools.partial(reference.paged_attention, **options))(*arrays, None)
-        got = op(*arrays, None)[0]
+        k_pages, v_pages, *scales = work.pools
+        call = (work.q, k_pages, v_pages, work.table, work.lengths, None, tuple(scales) or None)
+        want, _ = jax.jit(functools.partial(reference.paged_attention, **options))(*call)
+        got, _ = op(work.q, work.pools, work.table, work.lengths, work.rope)
         gap = jnp.linalg.norm((got - want).astype(jnp.float32)) / jnp.linalg.norm(want.astype(jnp.float32))
         print(f"error {float(gap):.1e}", flush=True)
         if not float(gap) < 1e-2:
             raise AssertionError(f"error {float(gap)} against the reference")
     junk = jnp.ones(128 * 2**20, jnp.bfloat16)
-    kernels = kernels_of(flushed_calls(op), (*arrays, work.rope, junk))
+    kernels = kernels_of(flushed_calls(op), (work.q, work.pools, work.table, work.lengths, work.rope, junk))
     split = [us for name, us in kernels if "paged_attention_split" in name]
     merge = [us for name, us in kernels if "paged_attention_merge" in name]
     if len(split) != RUNS * REPEATS or len(merge) != RUNS * REPEATS:
