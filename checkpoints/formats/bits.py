@@ -13,9 +13,11 @@ def fields(words: np.ndarray, bits: int) -> np.ndarray:
     if bits == 8:
         return stream
     if 8 % bits == 0:
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        parts = (stream[..., None] >> shifts) & np.uint8(2**bits - 1)
-        return parts.reshape(*stream.shape[:-1], -1)
+        count = 8 // bits
+        out = np.empty((*stream.shape[:-1], stream.shape[-1] * count), np.uint8)
+        for i in range(count):  # with the fields as a last axis it takes three times as long
+            np.bitwise_and(stream >> np.uint8(bits * i), np.uint8(2**bits - 1), out=out[..., i::count])
+        return out
     single = np.unpackbits(stream, axis=-1, bitorder="little")
     count = single.shape[-1] // bits
     single = single[..., : count * bits].reshape(*stream.shape[:-1], count, bits)

@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-ELEMENTS_AT_ONCE = 1 << 20
-"""Codes that are one a byte at the same time: 1 MB, which stays in a core's cache."""
+ELEMENTS_AT_ONCE = 1 << 18
+"""Codes that are one a byte at the same time: decoded to float32 they are 1 MB, which stays in a core's cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,23 +40,26 @@ class Codes:
     def values(self) -> np.ndarray:
         """The weights, float32 [rows, in]: every step in float32."""
         values = self.codes.astype(np.float32) if self.book is None else self.book[self.codes]
-        floating = self.offsets is not None and self.offsets.dtype != np.uint8
-        if self.book is None and self.offsets is None:
-            values -= np.float32(2 ** (self.bits - 1))
-        elif self.offsets is not None and not floating:
-            values -= self._spread(self.offsets)
-        with np.errstate(over="ignore", invalid="ignore"):  # a scale may be inf or NaN; that is data, not a fault
-            values *= self._spread(self.scales)
-            if self.offsets is not None and floating:
-                values += self._spread(self.offsets)
-        return values
+        rows, in_features = values.shape
+        whole = in_features % self.group_size == 0
+        target = values.reshape(rows, -1, self.group_size) if whole and rows else values
 
-    def _spread(self, per_group: np.ndarray) -> np.ndarray:
-        """[rows, groups] as float32 [rows, in], or [rows, 1] where there is one group."""
-        per_group = per_group.astype(np.float32)
-        if per_group.shape[1] == 1:
-            return per_group
-        return np.repeat(per_group, self.group_size, axis=1)[:, : self.codes.shape[1]]
+        def spread(per_group: np.ndarray) -> np.ndarray:
+            """[rows, groups] in float32, in a shape that broadcasts to `target`."""
+            per_group = per_group.astype(np.float32)
+            if target.ndim == 3:
+                return per_group[:, :, None]
+            return np.repeat(per_group, self.group_size, axis=1)[:, :in_features]
+
+        with np.errstate(over="ignore", invalid="ignore"):  # a scale may be inf or NaN; that is data, not a fault
+            if self.offsets is None and self.book is None:
+                target -= np.float32(2 ** (self.bits - 1))
+            elif self.offsets is not None and self.offsets.dtype == np.uint8:
+                target -= spread(self.offsets)
+            target *= spread(self.scales)
+            if self.offsets is not None and self.offsets.dtype != np.uint8:
+                target += spread(self.offsets)
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,7 @@ class QuantizedTensor:
 
         Raises OverflowError for values that float16 cannot hold.
         """
+        inverse = None if self.permutation is None else np.argsort(self.permutation)
         for first, last in self.chunks(start, stop):
             values = self.rows(first, last).values()
             target = out[first - start : last - start]
@@ -91,7 +95,4 @@ class QuantizedTensor:
                 rounded = values.astype(out.dtype, copy=False)
             if out.dtype == np.float16 and bool((np.isinf(rounded) & np.isfinite(values)).any()):
                 raise OverflowError("values beyond float16's 65504")
-            if self.permutation is None:
-                target[...] = rounded
-            else:
-                target[:, self.permutation] = rounded
+            target[...] = rounded if inverse is None else np.take(rounded, inverse, axis=1)
