@@ -1,4 +1,4 @@
-"""The command line: `jaxinfer generate | chat | pull | info`.
+"""The command line: `jaxinfer generate | chat | pull | spec-bench | info`.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 success, 2 bad input (one line says
 what and how to mend it), 130 interrupted, 1 anything else. JAX is imported when a command is run, not before.
@@ -18,6 +18,7 @@ _COMMANDS = {
     "generate": "complete prompts from the command line, a file or standard input",
     "chat": "talk to a model; it remembers the conversation",
     "pull": "fetch a model into the cache and print its path",
+    "spec-bench": "measure what a draft gains on some prompts: speed-up, acceptance by position, time of a step",
     "info": "print a model's configuration, size, memory and tokenizer, without reading its weights",
 }
 
@@ -67,6 +68,26 @@ def parser() -> argparse.ArgumentParser:
     pull.add_argument("name", metavar="NAME", help="a short name, owner/name, or owner/name:file.gguf")
     pull.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
+    bench = commands["spec-bench"]
+    add_model(bench)
+    bench.add_argument(
+        "--draft",
+        default="ngram",
+        metavar="DRAFT",
+        help="ngram (default), self (the model's layers in 4 bits), self:N (its lower N layers in 4 bits), or a model",
+    )
+    bench.add_argument("--k", type=int, nargs="+", default=[4], metavar="N", help="drafted tokens a step (4); several")
+    prompts = bench.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeat it for several")
+    prompts.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; by default three of its own")
+    bench.add_argument(
+        "--lossy", choices=("top-k", "typical", "kl"), help="accept more than is exact; what that costs is shown"
+    )
+    bench.add_argument("--packed", action="store_true", help="keep 4-bit weights of a GGUF file packed")
+    bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of which the fastest counts (3)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object for each k, nothing else")
+    add_sampling(bench, leave_out=("logprobs", "prompt_logprobs"), defaults={"max_tokens": 128, "temperature": 0.0})
+
     info = commands["info"]
     add_model(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
@@ -81,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the answer
     options = parser().parse_args(arguments)
     try:
-        command = importlib.import_module(f"jaxinfer.cli.{options.command}")  # takes seconds, in which Ctrl-C may come
+        module = "jaxinfer.cli." + options.command.replace("-", "_")
+        command = importlib.import_module(module)  # takes seconds, in which Ctrl-C may come
         code = command.run(options)
         sys.stdout.flush()
         return code

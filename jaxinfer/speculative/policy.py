@@ -169,7 +169,7 @@ class AdaptiveController:
                 self.judged[place] += np.sum((proposed >= 0) & (accepted >= place))
                 self.accepted[place] += np.sum(accepted > place)
         speeds = self.speeds()
-        if 0 not in speeds:
+        if 0 not in speeds or self.current not in speeds:
             return
         best = max(speeds, key=lambda length: speeds[length])
         if self.current == 0 and best == 0:

@@ -1,0 +1,200 @@
+"""What speculation gains: the machinery under a synthetic acceptance, self-drafts, and real text.
+
+    python -m benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --k 4 --batch 1 16
+    python -m benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --batch 1
+    python -m benchmarks.speculation text --model smollm2-135m-instruct
+
+`machinery` takes random weights in shapes of `benchmarks/shapes` and accepts drafted tokens with a given probability,
+whatever the models say: its records have mode "synthetic". `text` is a real model on prompts written for the purpose.
+"""
+
+import argparse
+import pathlib
+
+import jaxinfer as ji
+from benchmarks.decode import load, prompts
+from benchmarks.harness import Recorder
+from jaxinfer.speculative.comparison import Comparison, Run, compare, measure_plain
+from jaxinfer.speculative.lossy import SyntheticAcceptance
+from jaxinfer.speculative.policy import FixedLength
+from jaxinfer.speculative.proposer import Draft
+from jaxinfer.speculative.speculation import quantisation
+
+SUMMARISE = (
+    """Summarise this report in its own words, sentence by sentence.
+
+The harbour bridge was closed for nine days in March after inspectors found cracks in two of the northern bearings.
+Engineers replaced both bearings and fitted sensors that report strain every ten minutes. The closure cost the city
+about four million in lost tolls. The council has asked for a second inspection in September, and for a plan to replace
+the southern bearings before the winter. The port authority expects no further closures this year.""",
+    """Repeat the minutes below and put the decisions at the end.
+
+Present: the treasurer, the secretary and four members. The treasurer reported that the roof fund stands at 8,200. The
+secretary read a letter from the neighbours about the hedge. It was decided to cut the hedge in October. It was decided
+to ask three firms for offers to repair the roof. The next meeting is on the second Tuesday of October.""",
+)
+EDIT = (
+    """Rename the variable `total` to `balance` in this function and return the whole function.
+
+def settle(entries, start):
+    total = start
+    for entry in entries:
+        if entry.kind == 'credit':
+            total = total + entry.amount
+        elif entry.kind == 'debit':
+            total = total - entry.amount
+        else:
+            raise ValueError(f'unknown kind {entry.kind}')
+    return total
+""",
+    """Add a docstring to this class and return all of it.
+
+class Queue:
+    def __init__(self, limit):
+        self.items = []
+        self.limit = limit
+
+    def push(self, item):
+        if len(self.items) >= self.limit:
+            raise OverflowError('queue is full')
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise LookupError('queue is empty')
+        return self.items.pop(0)
+""",
+)
+OPEN = (
+    "Tell a short story about a lighthouse keeper who finds a letter.",
+    "Explain to a child why the moon changes its shape.",
+)
+
+
+def record(recorder: Recorder, case: dict[str, object], found: Comparison, extra: dict[str, tuple[float, str]]) -> None:
+    report = found.report
+    metrics = {
+        "speedup": (found.speedup, ""),
+        "tokens_per_s": (found.speculative.tokens_per_second, "tok/s"),
+        "plain_tokens_per_s": (found.plain.tokens_per_second, "tok/s"),
+        "acceptance": (report.acceptance_rate, ""),
+        "accepted_length": (report.mean_accepted_length, ""),
+        "tokens_per_step": (report.tokens_per_step, ""),
+        "step_ms": (1e3 * found.step, "ms"),
+        "draft_ms": (1e3 * found.draft_seconds, "ms"),
+        "verify_ms": (1e3 * found.verify_step, "ms"),
+        "plain_step_ms": (1e3 * found.plain_step, "ms"),
+        "verify_over_plain": (found.verify_step / found.plain_step, ""),
+        "same_completions": (found.same_tokens / len(found.plain.token_ids), ""),
+    }
+    metrics |= {f"acceptance_{place}": (share, "") for place, share in enumerate(report.acceptance_by_position, 1)}
+    recorder.record(case, metrics | extra)
+
+
+def machinery(recorder: Recorder, options: argparse.Namespace) -> None:
+    """Target and draft of given shapes, acceptance by chance. The target's and the draft's own steps are timed too."""
+    target = load(options.target, options.dtype, options.int4)
+    small = None if options.draft is None else load(options.draft, options.dtype, options.int4)
+    for batch in options.batch:
+        ids = prompts(target, batch, options.prompt)
+        params = ji.SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)
+        plain = measure_plain(target, ids, params)
+        for k in options.k:
+            draft: Draft = (
+                ji.SelfDraft(target, k, num_layers=options.layers) if small is None else ji.ModelDraft(small, k)
+            )
+            chance = SyntheticAcceptance(options.acceptance)
+            speculation = ji.Speculation(draft, acceptance=chance, policy=FixedLength())
+            found = compare(target, ids, params, speculation, plain=plain)
+            extra = {}
+            if small is not None:
+                extra["overhead"] = overhead(small, ids, params, found)
+            case: dict[str, object] = {
+                "target": options.target,
+                "weights": quantisation(target.params),
+                "draft": options.draft or found.draft,
+                "k": k,
+                "batch": batch,
+                "mode": "synthetic",
+                "probability": options.acceptance,
+                "prompt": options.prompt,
+                "output": options.output,
+            }
+            record(recorder, case, found, extra)
+
+
+def overhead(small: ji.Model, ids: list[list[int]], params: ji.SamplingParams, found: Comparison) -> tuple[float, str]:
+    """Share of a step that is neither verification nor k steps of the draft by itself (which sample as well)."""
+    _, own_step = measure_plain(small, ids, params)
+    return 1.0 - (found.verify_step + found.k * own_step) / found.step, ""
+
+
+def text(recorder: Recorder, options: argparse.Namespace) -> None:
+    """A real model, greedy: n-grams where outputs quote, self-drafts where they do not."""
+    model = ji.load(options.model, dtype=options.dtype)
+    tasks = {"summarise": SUMMARISE, "edit": EDIT, "open": OPEN}
+    for task, texts in tasks.items():
+        assert model.tokenizer is not None
+        chats = [model.tokenizer.apply_chat_template([{"role": "user", "content": one}]) for one in texts]
+        for ids in ([chat] for chat in chats) if options.single else [chats]:
+            params = ji.SamplingParams(max_tokens=options.output, temperature=0.0)
+            plain = measure_plain(model, ids, params)
+            for k in options.k:
+                drafts: list[Draft] = [ji.NgramDraft(k), ji.SelfDraft(model, k)]
+                drafts.append(ji.SelfDraft(model, k, num_layers=max(1, model.config.num_layers // 2)))
+                for draft in drafts:
+                    measure_text(recorder, model, ids, params, draft, plain, task, options)
+
+
+def measure_text(
+    recorder: Recorder,
+    model: ji.Model,
+    ids: list[list[int]],
+    params: ji.SamplingParams,
+    draft: Draft,
+    plain: tuple[Run, float],
+    task: str,
+    options: argparse.Namespace,
+) -> None:
+    found = compare(model, ids, params, ji.Speculation(draft, policy=FixedLength()), plain=plain)
+    case: dict[str, object] = {
+        "target": options.model,
+        "weights": str(model.dtype),
+        "draft": draft.name,
+        "k": draft.k,
+        "batch": len(ids),
+        "mode": "exact",
+        "task": task,
+        "output": options.output,
+    }
+    record(recorder, case, found, {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=pathlib.Path, default=None, help="folder for the JSON lines")
+    commands = parser.add_subparsers(dest="command", required=True)
+    synthetic = commands.add_parser("machinery")
+    synthetic.add_argument("--target", required=True)
+    source = synthetic.add_mutually_exclusive_group(required=True)
+    source.add_argument("--draft", help="a shape with the target's vocabulary")
+    source.add_argument("--self", action="store_true", help="the target in 4 bits")
+    synthetic.add_argument("--layers", type=int, default=None, help="lower layers that a self-draft has")
+    synthetic.add_argument("--int4", action="store_true", help="packed layers in both models")
+    synthetic.add_argument("--acceptance", type=float, default=0.8)
+    synthetic.add_argument("--batch", type=int, nargs="+", default=[1])
+    synthetic.add_argument("--prompt", type=int, default=128)
+    real = commands.add_parser("text")
+    real.add_argument("--model", default="smollm2-135m-instruct")
+    real.add_argument("--single", action="store_true", help="each prompt in a batch of its own")
+    for command in (synthetic, real):
+        command.add_argument("--k", type=int, nargs="+", default=[4])
+        command.add_argument("--output", type=int, default=257)
+        command.add_argument("--dtype")
+    options = parser.parse_args()
+    recorder = Recorder("speculation", options.results) if options.results else Recorder("speculation")
+    {"machinery": machinery, "text": text}[options.command](recorder, options)
+
+
+if __name__ == "__main__":
+    main()

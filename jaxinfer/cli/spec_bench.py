@@ -1,0 +1,114 @@
+"""`jaxinfer spec-bench MODEL`: what a draft gains on some prompts, with acceptance by position and a histogram."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxinfer.cli.options import json_line, sampling_values
+from jaxinfer.model import Model, load
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.scoring import score
+from jaxinfer.speculative.acceptance import Acceptance, Exact
+from jaxinfer.speculative.comparison import Comparison, compare, measure_plain
+from jaxinfer.speculative.drafts import Draft, ModelDraft, NgramDraft, SelfDraft
+from jaxinfer.speculative.lossy import LossyKL, LossyTopK, LossyTypical
+from jaxinfer.speculative.policy import FixedLength
+from jaxinfer.speculative.speculation import Speculation
+
+PROMPTS = (
+    "Write one sentence about each of these cities: Paris, Rome, Berlin, Madrid.",
+    "Repeat this text word for word: The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
+    "Explain why the sky is blue.",
+)
+LOSSY: dict[str, type[LossyTopK] | type[LossyTypical] | type[LossyKL]] = {
+    "top-k": LossyTopK,
+    "typical": LossyTypical,
+    "kl": LossyKL,
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures every k that was asked for, and prints a report for each."""
+    params = SamplingParams.from_dict(sampling_values(options))
+    acceptance = Exact() if options.lossy is None else LOSSY[options.lossy]()
+    model = load(options.model, dtype=options.dtype, packed=options.packed)
+    prompts = [_prompt(model, text) for text in _texts(options)]
+    drafts = [make_draft(model, options.draft, k) for k in options.k]
+    plain = measure_plain(model, prompts, params, repeats=options.repeats)
+    for draft in drafts:
+        speculation = Speculation(draft, acceptance=acceptance, policy=FixedLength())
+        found = compare(model, prompts, params, speculation, plain=plain, repeats=options.repeats)
+        quality = None if acceptance.lossless else _quality(model, prompts, found)
+        print(json_line(_record(found, acceptance, quality)) if options.json else found)
+        if quality is not None and not options.json:
+            print(f"  {acceptance!r} is lossy: mean log-probability of a token under the target {quality[1]:.3f}, ")
+            print(f"  of plain decoding's {quality[0]:.3f}")
+        sys.stdout.flush()
+    return 0
+
+
+def make_draft(model: Model, name: str, k: int) -> Draft:
+    """`ngram`, `self` (4-bit layers), `self:N` (the lower N layers in 4 bits), or a model to load."""
+    if name == "ngram":
+        return NgramDraft(k)
+    if name == "self":
+        return SelfDraft(model, k)
+    if name.startswith("self:"):
+        layers = name.removeprefix("self:")
+        if not layers.isdecimal():
+            raise ValueError(f"--draft {name}: expected self:N with a number of layers, such as self:8")
+        return SelfDraft(model, k, num_layers=int(layers))
+    return ModelDraft(load(name, dtype=model.dtype), k)
+
+
+def _texts(options: argparse.Namespace) -> list[str]:
+    if options.prompt is not None:
+        return options.prompt
+    if options.prompts_file is None:
+        return list(PROMPTS)
+    lines = [line for line in Path(options.prompts_file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{options.prompts_file} holds no prompts; give one a line")
+    return lines
+
+
+def _prompt(model: Model, text: str) -> list[int]:
+    if model.tokenizer is None:
+        raise ValueError(f"{model.name} has no tokenizer, which the prompts need; take a model that has one")
+    if model.tokenizer.chat_template is None:
+        return model.tokenizer.encode(text)
+    return model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+
+
+def _quality(model: Model, prompts: list[list[int]], found: Comparison) -> tuple[float, float]:
+    """Mean log-probability of a generated token under the target: of plain decoding, and with the draft."""
+    means = []
+    for generated in (found.plain.token_ids, found.speculative.token_ids):
+        keys = sorted(generated)
+        scores = score(model, [prompts[prompt] for prompt, _ in keys], [list(generated[key]) for key in keys])
+        means.append(sum(one.logprob for one in scores) / sum(one.num_tokens for one in scores))
+    return means[0], means[1]
+
+
+def _record(found: Comparison, acceptance: Acceptance, quality: tuple[float, float] | None) -> dict[str, object]:
+    report = found.report
+    return {
+        "draft": found.draft,
+        "k": found.k,
+        "acceptance": repr(acceptance),
+        "speedup": found.speedup,
+        "tokens_per_second": found.speculative.tokens_per_second,
+        "plain_tokens_per_second": found.plain.tokens_per_second,
+        "acceptance_rate": report.acceptance_rate,
+        "acceptance_by_position": list(report.acceptance_by_position),
+        "mean_accepted_length": report.mean_accepted_length,
+        "tokens_per_step": report.tokens_per_step,
+        "histogram": report.histogram,
+        "step_ms": 1e3 * found.step,
+        "draft_ms": 1e3 * found.draft_seconds,
+        "verify_ms": 1e3 * found.verify_step,
+        "plain_step_ms": 1e3 * found.plain_step,
+        "same_completions": found.same_tokens,
+        "completions": len(found.plain.token_ids),
+        "mean_logprob": None if quality is None else {"plain": quality[0], "draft": quality[1]},
+    }

@@ -1,0 +1,146 @@
+"""The same prompts without a draft, with one, and through verification alone: what a draft gains and costs."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+
+from jaxinfer.generation import stream
+from jaxinfer.model import Model
+from jaxinfer.request import Prompt
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.speculative.null_draft import NullDraft
+from jaxinfer.speculative.policy import FixedLength
+from jaxinfer.speculative.report import SpeculationReport, bars
+from jaxinfer.speculative.speculation import Speculation
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One way of generating: seconds and tokens after each completion's first token, and the tokens themselves."""
+
+    seconds: float
+    num_tokens: int
+    token_ids: dict[tuple[int, int], tuple[int, ...]]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` measured. Steps are of the batch, in seconds."""
+
+    draft: str
+    k: int
+    plain: Run
+    speculative: Run
+    report: SpeculationReport
+    plain_step: float
+    verify_step: float
+    step: float
+
+    @property
+    def speedup(self) -> float:
+        """Tokens a second with the draft over those without."""
+        return self.speculative.tokens_per_second / self.plain.tokens_per_second
+
+    @property
+    def draft_seconds(self) -> float:
+        """Of a step: what it takes longer than verification alone."""
+        return max(0.0, self.step - self.verify_step)
+
+    @property
+    def same_tokens(self) -> int:
+        """Completions that are token for token those of plain decoding."""
+        return sum(self.speculative.token_ids[key] == tokens for key, tokens in self.plain.token_ids.items())
+
+    def __str__(self) -> str:
+        report = self.report
+        places = "  ".join(f"{share:.0%}" for share in report.acceptance_by_position)
+        lines = [
+            f"{self.draft}, k = {self.k}",
+            f"  {self.speculative.tokens_per_second:.1f} tokens/s, plain {self.plain.tokens_per_second:.1f} tokens/s: "
+            f"speed-up {self.speedup:.2f}",
+            f"  step {1e3 * self.step:.2f} ms = draft {1e3 * self.draft_seconds:.2f} + verify "
+            f"{1e3 * self.verify_step:.2f}; plain step {1e3 * self.plain_step:.2f} ms",
+            f"  acceptance {report.acceptance_rate:.0%}, by position {places}",
+            f"  mean accepted length {report.mean_accepted_length:.2f}, {report.tokens_per_step:.2f} tokens a step",
+            *(f"  {line}" for line in bars(report.histogram)),
+            f"  {self.same_tokens} of {len(self.plain.token_ids)} completions are those of plain decoding",
+        ]
+        return "\n".join(lines)
+
+
+def compare(
+    model: Model,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    speculation: Speculation,
+    *,
+    plain: tuple[Run, float] | None = None,
+    repeats: int = 3,
+) -> Comparison:
+    """Runs prompts as one batch: once to compile, then `repeats` times, of which the fastest counts.
+
+    `plain` is what `measure_plain` gave for the same prompts; it is measured here otherwise. `speculation` should have
+    a fixed length, or its steps are of different kinds.
+    """
+    plain_run, plain_step = measure_plain(model, prompts, params, repeats=repeats) if plain is None else plain
+    k = speculation.draft.k
+    _, _, verify_step = _measure(model, prompts, params, Speculation(NullDraft(k), policy=FixedLength()), repeats)
+    run, report, step = _measure(model, prompts, params, speculation, repeats)
+    return Comparison(speculation.draft.name, k, plain_run, run, report, plain_step, verify_step, step)
+
+
+def measure_plain(
+    model: Model,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    repeats: int = 3,
+) -> tuple[Run, float]:
+    """Generation without a draft, and the seconds of one of its steps."""
+    runs = [timed_run(model, prompts, params, None) for _ in range(repeats + 1)][1:]
+    best = min(runs, key=lambda run: run.seconds)
+    longest = max(len(tokens) for tokens in best.token_ids.values())
+    return best, best.seconds / max(1, longest - 1)
+
+
+def _measure(
+    model: Model,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    speculation: Speculation,
+    repeats: int,
+) -> tuple[Run, SpeculationReport, float]:
+    """The fastest run, its report, and the median seconds of a step."""
+    timed_run(model, prompts, params, speculation)
+    runs, steps = [], []
+    for _ in range(repeats):
+        speculation.reset()
+        run = timed_run(model, prompts, params, speculation)
+        runs.append((run, speculation.report))
+        steps.append(sum(speculation.report.seconds.values()) / max(1, sum(speculation.report.steps.values())))
+    best, report = min(runs, key=lambda pair: pair[0].seconds)
+    return best, report, statistics.median(steps)
+
+
+def timed_run(
+    model: Model,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    speculation: Speculation | None,
+) -> Run:
+    """Generates everything in one batch and times it from the first tokens on."""
+    tokens: dict[tuple[int, int], tuple[int, ...]] = {}
+    first = None
+    # All first tokens come at once, and the clock starts when the first of them is here.
+    for delta in stream(model, prompts, params, max_batch_size=1 << 20, draft=speculation):
+        first = first or time.perf_counter()
+        key = (delta.prompt_index, delta.sample_index)
+        tokens[key] = tokens.get(key, ()) + delta.token_ids
+    assert first is not None
+    seconds = time.perf_counter() - first
+    return Run(max(seconds, 1e-9), sum(map(len, tokens.values())) - len(tokens), tokens)
