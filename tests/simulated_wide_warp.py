@@ -26,7 +26,12 @@ class Barriers:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
+        self.groups: dict[tuple[int, int], threading.Barrier] = {}
         self.state: dict[tuple[int, int], list[int]] = {}  # arrivals of a phase, those left, bytes left, phases
+
+    def together(self, block: int, warpgroup: int) -> threading.Barrier:
+        with self.changed:
+            return self.groups.setdefault((block, warpgroup), threading.Barrier(4, timeout=60))
 
     def update(self, block: int, address: int, arrivals: int = 0, nbytes: int = 0) -> None:
         with self.changed:
@@ -183,6 +188,20 @@ class SimulatedWideWarp(SimulatedInt4Warp):
         predicate: np.ndarray,
     ) -> None:
         self.store_number(ref, offset + constant, value, dtype, predicate)
+
+    def pack(self, low: np.ndarray, high: np.ndarray, dtype: str) -> np.ndarray:
+        return np.ascontiguousarray(np.stack([low, high], -1).astype(DTYPES[dtype])).view(np.int32)[:, 0]
+
+    def store_transposed(self, address: np.ndarray, constant: int, words: Sequence[np.ndarray]) -> None:
+        for matrix, word in enumerate(words):
+            halves = np.ascontiguousarray(word, np.int32).view(np.uint16).reshape(8, 8)  # [row, column]
+            for column in range(8):
+                start = int(address[8 * matrix + column]) + constant
+                assert start % 16 == 0, "unaligned shared write"
+                self.bytes[start : start + 16] = np.ascontiguousarray(halves[:, column]).view(np.uint8)
+
+    def warpgroup_barrier(self) -> None:
+        self.barriers.together(self.block, int(self.warp[0]) // 4).wait()
 
     # Barriers
     def barrier_init(self, barrier: np.ndarray, arrivals: int, predicate: np.ndarray) -> None:

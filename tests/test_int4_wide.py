@@ -78,10 +78,20 @@ def test_scales_of_more_bits_than_bfloat16(kind: str, dtype: type) -> None:
     assert error(out, x, weight) < (3e-3 if kind == "minimum" else 2e-3)
 
 
-def test_results_in_bfloat16() -> None:
-    weight, x = make(72, 128, 128, "zero_point"), tokens(24, 128)
-    out = simulate(x, to_mosaic(weight), WideSchedule(24, warpgroups=1, stages=2), "bfloat16")[0]
-    assert error(out, x, weight, BF16) < 3e-3
+@pytest.mark.parametrize(
+    ("rows", "out_features", "schedule"),
+    [
+        (24, 72, WideSchedule(24, warpgroups=1, stages=2)),
+        (100, 136, WideSchedule(56, warpgroups=1, tiles=2, stages=2)),
+        (139, 80, WideSchedule(72, stages=2, cluster=2, blocks=2)),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_results_of_16_bits(rows: int, out_features: int, schedule: WideSchedule, dtype: str) -> None:
+    """Written by each thread, or as whole lines: equal to the float32 results, rounded."""
+    weight, x = to_mosaic(make(out_features, 128, 128, "zero_point")), tokens(rows, 128)
+    out, exact = (simulate(x, weight, schedule, name)[0] for name in (dtype, "float32"))
+    assert (out == exact.astype(out.dtype)).all()
 
 
 @pytest.mark.parametrize("group_size", [16, 128])
@@ -215,6 +225,8 @@ def test_kernel_on_the_gpu(rows, out_features, in_features, group_size, kind) ->
     outs = [np.asarray(product(jnp.asarray(x), packed)) for _ in range(3)]
     assert error(outs[0], x, weight, BF16) < 3e-6
     assert all(np.array_equal(outs[0], out) for out in outs)
+    short = wide.int4_matmul(jnp.asarray(x), packed, schedule=schedule, out_dtype=jnp.dtype(jnp.bfloat16))
+    assert np.array_equal(np.asarray(short), outs[0].astype(BF16))
 
 
 @pytest.mark.gpu

@@ -30,7 +30,7 @@ from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights
 from pallas_kernels.int4_matmul.wide_arrange import arrange
-from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import LINE, LINES, PRODUCERS, STAGE, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 
@@ -211,8 +211,9 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
     slot, parity, last, *flat = w.loop(part.count, start, stage)
     flat = w.wgmma_wait(0, flat)
     release(last, w.lane < 32)
+    write = store_lines if plan.by_lines and a.out_dtype != "float32" else store
     for u in tiles:
-        store(w, plan, a, part, strip + 4 * u, flat[sums * u : sums * (u + 1)])
+        write(w, plan, a, part, strip + 4 * u, flat[sums * u : sums * (u + 1)])
     return slot, parity
 
 
@@ -228,6 +229,31 @@ def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: An
         if plan.rows % tokens:
             inside = inside & (token + next_token < plan.rows)
         w.store_at(a.out, offset, next_token * plan.out_features + next_feature, value, a.out_dtype, inside)
+
+
+def store_lines(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
+    """The same through shared memory, where a warpgroup's 64 features of a token become 128 neighbouring bytes."""
+    tokens = plan.schedule.tokens
+    buffer = w.warp // 4 * plan.lines_bytes + plan.lines_start
+    # Rows of 8 x 8 matrices are tokens: lanes 0-7 point to those of the strip's first 8 features, 8-15 to the others.
+    mine = buffer + w.lane % 8 * LINE + w.lane // 8 % 2 * 16 + w.warp % 4 * (2 * STRIP)
+    thread = w.thread % 128
+    feature = (part.first_strip + strip - w.warp % 4) * STRIP + thread % 8 * 8
+    for first in range(0, tokens, LINES):
+        count = min(LINES, tokens - first)
+        for block in range(count // 8):
+            values = sums[(first + 8 * block) // 2 :][:4]
+            words = [w.pack(values[i], values[i + 1], a.out_dtype) for i in (0, 2)]
+            w.store_transposed(mine, block * 8 * LINE, words)
+        w.warpgroup_barrier()
+        for piece in range(0, count * 8, 128):
+            within = thread // 8 + piece // 8
+            token = part.token_tile * tokens + first + within
+            inside = (feature < plan.out_features) & (token < plan.rows) & (within < count)
+            # Past the last token there are lines of other tokens, or of none: read, but not written.
+            words = w.shared_words(buffer + thread // 8 * LINE + thread % 8 * 16, piece // 8 * LINE)
+            w.store_words(a.out, token * plan.out_features + feature, words, inside)
+        w.warpgroup_barrier()
 
 
 # Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.

@@ -7,6 +7,10 @@ from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 
 STAGE = 128
 """Inputs that travel at a time: two tiles."""
+LINE = 64 * 2 + 16
+"""Bytes from one token to the next where sums become lines: 64 results, and room that puts tokens into other banks."""
+LINES = 64
+"""Tokens whose results become lines at a time."""
 PRODUCERS = 128
 """Threads that fetch: one warpgroup."""
 
@@ -111,8 +115,13 @@ class WidePlan:
     def segments(self) -> int:
         return STAGE // self.segment
 
-    # Shared memory, in bytes: the stages, then two barriers for each. A stage is x [16 pieces of 8 inputs, token, 16
-    # bytes], the words [strip, tile, 512 bytes], and the scales and offsets [strip, segment, 16].
+    @property
+    def by_lines(self) -> bool:
+        """Whether results of 16 bits are written as whole lines, through shared memory, and not by each thread."""
+        return self.rows > LINES and self.schedule.slices == 1 and self.out_features % 8 == 0
+
+    # Shared memory, in bytes: the stages, two barriers for each, and the warpgroups' lines. A stage is x [16 pieces of
+    # 8 inputs, token, 16 bytes], the words [strip, tile, 512 bytes], and the scales and offsets [strip, segment, 16].
     @property
     def x_bytes(self) -> int:
         return self.schedule.tokens * STAGE * 2
@@ -143,5 +152,14 @@ class WidePlan:
         return self.full_barriers + 8 * self.schedule.stages
 
     @property
-    def shared_bytes(self) -> int:
+    def lines_start(self) -> int:
         return self.empty_barriers + 8 * self.schedule.stages
+
+    @property
+    def lines_bytes(self) -> int:
+        """One warpgroup's."""
+        return LINES * LINE if self.by_lines else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.lines_start + self.schedule.warpgroups * self.lines_bytes

@@ -72,7 +72,8 @@ def _even(rows: int, most: int) -> int:
 def _fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
     """The plan with as many stages as shared memory has room for; None if there are less than three."""
     fitted = dataclasses.replace(plan, schedule=schedule)
-    stages = min(10, BLOCK_SHARED_BYTES // (fitted.stage_bytes + 16))
+    lines = schedule.warpgroups * fitted.lines_bytes
+    stages = min(10, (BLOCK_SHARED_BYTES - lines) // (fitted.stage_bytes + 16))
     if stages < 3:
         return None
     return dataclasses.replace(fitted, schedule=dataclasses.replace(schedule, stages=stages))

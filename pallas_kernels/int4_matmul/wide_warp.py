@@ -149,6 +149,23 @@ class WideWarp(Int4Warp):
         ptx = f"{{ .reg .b16 half; cvt.rn.{suffix}.f32 half, $1; @$2 st.global.b16 [$0 + {2 * constant}], half; }}"
         self._emit(ptx, "l,f,b", self._pointer(ref, offset, 2), value.ir, predicate.ir)
 
+    def pack(self, low: Value, high: Value, dtype: str) -> Value:
+        """Two float32, rounded to bfloat16 or float16, in a word."""
+        suffix = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+        return self._word(f"cvt.rn.{suffix}.f32 $0, $2, $1;", low, high)
+
+    def store_transposed(self, address: Value, constant: int, words: Sequence[Value]) -> None:
+        """Two 8 x 8 matrices of 16 bits, a lane holding two neighbours of row lane // 4, to shared memory by columns.
+
+        Lanes 0-7 give where the first matrix' columns go, 16 bytes each, lanes 8-15 those of the second.
+        """
+        ptx = f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0 + {constant}], {{$1, $2}};"
+        self._emit(ptx, "r,r,r", self._shared(address), *[word.ir for word in words])
+
+    def warpgroup_barrier(self) -> None:
+        """Waits for the other warps of the warpgroup; they see what was written to shared memory."""
+        mgpu_utils.warpgroup_barrier()
+
     # Barriers in shared memory
     def barrier_init(self, barrier: Value, arrivals: int, predicate: Value) -> None:
         self._emit(f"@$1 mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r,b", self._shared(barrier), predicate.ir)
