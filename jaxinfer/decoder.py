@@ -13,7 +13,7 @@ from jaxinfer import kv_cache
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.layers.attention import cudnn_refusal, prefill_attention, self_attention
-from jaxinfer.layers.chunk_attention import chunk_attention
+from jaxinfer.layers.chunk_attention import WIDEST_WINDOW, chunk_attention, windowed_chunk_attention
 from jaxinfer.layers.embedding import embed, head
 from jaxinfer.layers.linear import Weight, linear, norm_linear
 from jaxinfer.layers.mlp import gated_mlp
@@ -171,10 +171,12 @@ def attend(
     keys, values = cache.keys[layer], cache.values[layer]
     key_scales, value_scales = cache.scales(layer)
     if tokens.stage == "prefill":
-        sees_all = window is None or window >= page_table.shape[1] * cache.page_size
-        if sees_all and cudnn_refusal(q, softcap) is None:
-            scales = (key_scales, value_scales)
-            return chunk_attention(q, k, v, (keys, values), scales, positions, page_table, scale=scale)
+        if cudnn_refusal(q, softcap) is None:
+            pages = ((keys, values), (key_scales, value_scales), positions, page_table)
+            if window is None or window >= page_table.shape[1] * cache.page_size:
+                return chunk_attention(q, k, v, *pages, scale=scale)
+            if window <= WIDEST_WINDOW * q.shape[1]:
+                return windowed_chunk_attention(q, *pages, scale=scale, window=window)
         stored = (keys, values, positions, page_table, key_scales, value_scales)
         return prefill_attention(q, *stored, scale=scale, window=window, softcap=softcap)
     lengths = positions[:, -1] + 1

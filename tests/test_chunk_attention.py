@@ -76,6 +76,18 @@ def test_equals_attention_over_pages_in_one_piece(kv: str, prefix_at_once: int, 
     assert np.isfinite(got).all()
 
 
+@pytest.mark.parametrize(("kv", "window"), [("none", 1), ("none", 17), ("none", 40), ("int8", 33)])
+def test_windowed_equals_attention_over_pages(kv: str, window: int, rng) -> None:
+    query, _, pools, scales, positions, table = arrays(7, 8, np.float32, kv, 7, rng)
+    run = functools.partial(chunk_attention.windowed_chunk_attention, scale=0.4, window=window, implementation="xla")
+    got = np.asarray(jax.jit(run)(query, pools, scales, positions, table))
+    stored = (pools[0], pools[1], positions, table, scales[0], scales[1])
+    want = np.asarray(attention.prefill_attention(query, *stored, scale=0.4, window=window, softcap=None))
+    real = np.asarray(positions) >= 0
+    np.testing.assert_allclose(got[real], want[real], rtol=2e-5, atol=2e-5)
+    assert np.isfinite(got).all()
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")
 def test_refusal_gives_the_reason() -> None:
     query = jnp.zeros((1, 64, 2, 8), jnp.bfloat16)
@@ -114,5 +126,10 @@ def test_gpu(kv: str, prefix_at_once: int, monkeypatch, rng) -> None:
     want = np.asarray(plain(wide[0], wide[1], wide[2], pools, scales, positions, table))
     real = np.asarray(positions) >= 0
     assert cases.relative_error(got[0][real], want[real]) < 8e-3
+    windowed = functools.partial(chunk_attention.windowed_chunk_attention, scale=0.1, window=40)
+    got_windowed = np.asarray(jax.jit(windowed)(query, pools, scales, positions, table))
+    stored = (pools[0], pools[1], positions, table, scales[0], scales[1])
+    want = attention.prefill_attention(wide[0], *stored, scale=0.1, window=40, softcap=None)
+    assert cases.relative_error(got_windowed[real], np.asarray(want)[real]) < 8e-3
     for again in got[1:]:
         np.testing.assert_array_equal(again.view(np.uint16), got[0].view(np.uint16))

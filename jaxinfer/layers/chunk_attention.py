@@ -1,14 +1,18 @@
-"""Prefill of a chunk whose prefix is in pages, by cuDNN: the chunk over itself and over its prefix, then merged.
+"""Prefill of a chunk whose prefix is in pages, by cuDNN.
 
 cuDNN reads contiguous keys and its causal mask starts both sequences at their first position, so a chunk cannot be
 given to it as the end of its context. In two parts it can: the chunk's own keys under the causal mask, and the
 prefix, which every query sees whole. The parts merge with weights exp(log-sum-exp). The prefix is copied out of the
 pages, `PREFIX_AT_ONCE` keys at a time; that moves 8 bytes for each number of the cache that 4 * tokens operations a
 query head then work on.
+
+With a window each query sees another part of the prefix. But only the last `window` keys matter then, and so the
+chunk is one call after all: over those keys and its own, with as many queries of zeros before its own.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,9 @@ from pallas_kernels.paged_attention.formats import dequantise
 
 PREFIX_AT_ONCE = 4096
 """Keys of the prefix that are copied at a time: room for 16 MB a row with 8 heads of 128 in bfloat16."""
+
+WIDEST_WINDOW = 4
+"""Windows of up to this many times a chunk's tokens are worth the queries of zeros: cuDNN is 8 times as fast as XLA."""
 
 type Part = Callable[..., tuple[jax.Array, jax.Array]]
 """(query [B, T, H, D], keys, values [B, S, Hkv, D], lengths int32 [B] or None, *, scale) -> output, float32
@@ -57,8 +64,7 @@ def chunk_attention(
     `keys` and `values` are the chunk's own, as the cache stores them. `pools` [num_pages, kv_heads, page_size, width]
     and their `scales` hold the prefix: positions before `positions[:, 0]`.
     """
-    batch, _, _, head_dim = query.shape
-    _, kv_heads, page_size, _ = pools[0].shape
+    page_size = pools[0].shape[2]
     starts = jnp.maximum(positions[:, 0], 0)
     out, lse = part(query, keys, values, None, scale=scale)
     # A multiple of 64 keys, and no more of them than the table has room for.
@@ -71,17 +77,8 @@ def chunk_attention(
         index, out, lse = carry
         pages = jax.lax.dynamic_slice_in_dim(table, index * pages_at_once, pages_at_once, axis=1)
         lengths = jnp.clip(starts - index * keys_at_once, 0, keys_at_once)
-        # What lies behind the prefix may be another request's, NaN included; 0 * NaN would be NaN.
         stored = jnp.arange(keys_at_once, dtype=jnp.int32)[None, :] < lengths[:, None]
-
-        def gather(pool: jax.Array, pool_scales: jax.Array | None) -> jax.Array:
-            got = jnp.take(pool, pages, axis=0, mode="clip")
-            if pool_scales is not None:
-                got = dequantise(got, jnp.take(pool_scales, pages, axis=0, mode="clip"))
-            got = got.astype(query.dtype).swapaxes(2, 3).reshape(batch, keys_at_once, kv_heads, head_dim)
-            return jnp.where(stored[:, :, None, None], got, jnp.zeros((), got.dtype))
-
-        gathered = [gather(pool, pool_scales) for pool, pool_scales in zip(pools, scales, strict=True)]
+        gathered = [gather(*pool, pages, stored, query.dtype) for pool in zip(pools, scales, strict=True)]
         more, more_lse = part(query, *gathered, jnp.maximum(lengths, 1), scale=scale)
         seen = (lengths > 0)[:, None, None]
         return index + 1, *merge(out, lse, more, jnp.where(seen, more_lse, -jnp.inf))
@@ -90,6 +87,60 @@ def chunk_attention(
     start = (jnp.int32(0), out.astype(jnp.float32), lse)
     _, out, _ = jax.lax.while_loop(lambda carry: carry[0] < turns, turn, start)
     return out.astype(query.dtype)
+
+
+def windowed_chunk_attention(
+    query: Float[Array, "batch tokens heads head_dim"],
+    pools: tuple[jax.Array, jax.Array],
+    scales: tuple[jax.Array | None, jax.Array | None],
+    positions: Int32[Array, "batch tokens"],
+    page_table: Int32[Array, "batch pages"],
+    *,
+    scale: float,
+    window: int,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "batch tokens heads head_dim"]:
+    """As `chunk_attention` with a sliding window; `pools` hold the chunk too. Costs (tokens + window) / tokens."""
+    batch, tokens, heads, head_dim = query.shape
+    page_size = pools[0].shape[2]
+    starts = jnp.maximum(positions[:, 0], 0)
+    first = jnp.maximum(starts - (window - 1), 0) // page_size  # page
+    offsets = starts - first * page_size  # of the chunk among the keys that are gathered
+    unit = math.lcm(64, page_size)
+    length = -(-(window + page_size + tokens) // unit) * unit
+    slots = first[:, None] + jnp.arange(length // page_size, dtype=jnp.int32)[None, :]
+    pages = jnp.take_along_axis(page_table, slots, axis=1, mode="clip")
+    stored = first[:, None] * page_size + jnp.arange(length, dtype=jnp.int32)[None, :] <= jnp.max(
+        positions, axis=1, keepdims=True
+    )
+    keys, values = (gather(*pool, pages, stored, query.dtype) for pool in zip(pools, scales, strict=True))
+    padded = jnp.zeros((batch, length, heads, head_dim), query.dtype)
+    place = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice_in_dim(row, x, at, axis=0))
+    out = jax.nn.dot_product_attention(
+        place(padded, query, offsets),
+        keys,
+        values,
+        scale=scale,
+        is_causal=True,
+        local_window_size=(window - 1, 0),
+        implementation=implementation,
+    )
+    return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, tokens, axis=0))(out, offsets)
+
+
+def gather(
+    pool: jax.Array, scales: jax.Array | None, pages: Int32[Array, "batch pages"], stored: jax.Array, dtype: jnp.dtype
+) -> Float[Array, "batch keys kv_heads head_dim"]:
+    """Keys or values of consecutive `pages`, zero where not `stored` [batch, keys].
+
+    What lies there may be another request's, NaN included; 0 * NaN would be NaN.
+    """
+    got = jnp.take(pool, pages, axis=0, mode="clip")
+    if scales is not None:
+        got = dequantise(got, jnp.take(scales, pages, axis=0, mode="clip"))
+    got = got.astype(dtype).swapaxes(2, 3)
+    got = got.reshape(got.shape[0], -1, *got.shape[3:])
+    return jnp.where(stored[:, :, None, None], got, jnp.zeros((), dtype))
 
 
 def merge(
