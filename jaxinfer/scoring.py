@@ -133,9 +133,8 @@ def scored_pairs(model: Model, pairs: Sequence[TokenPair], *, progress: bool = F
                     not_finite.append(first + index)
                 yield first + index, result
     if not_finite:
-        log.warning(
-            "the model's logits are not finite for %d pairs, the first is pair %d", len(not_finite), not_finite[0]
-        )
+        listed = reprlib.repr(not_finite)
+        log.warning("logits are not finite (NaN or infinity) for %d pairs: %s", len(not_finite), listed)
 
 
 def encode_pair(model: Model, prompt: object, continuation: object, index: int = 0) -> TokenPair:
@@ -151,7 +150,8 @@ def encode_pair(model: Model, prompt: object, continuation: object, index: int =
             following = token_ids(model, continuation, f"continuation {index}", add_special_tokens=False)
             following = following[following[:1] == context :]
     else:
-        context = (opening_id(model),) if prompt == "" else token_ids(model, prompt, f"prompt {index}")
+        is_empty_text = isinstance(prompt, str) and not prompt
+        context = (opening_id(model),) if is_empty_text else token_ids(model, prompt, f"prompt {index}")
         following = token_ids(model, continuation, f"continuation {index}", add_special_tokens=False)
         if not context:
             raise ValueError(f"prompt {index} is an empty list of token ids; give at least one")
