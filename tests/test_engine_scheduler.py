@@ -201,7 +201,7 @@ def arrivals(draw: st.DrawFn) -> tuple[int, list[int], int, int, int, bool]:
     )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     chosen=ALL_RULES,
     requests=st.lists(arrivals(), min_size=1, max_size=10),

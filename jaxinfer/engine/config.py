@@ -4,20 +4,20 @@ import dataclasses
 import typing
 
 import jax
-import jax.numpy as jnp
 
 from jaxinfer import kv_cache
-from jaxinfer.engine.layout import SamplerLayout
+from jaxinfer.engine.layout import SamplerLayout, listed
 from jaxinfer.engine.scheduler import DecodeOrder, Policy, Rules
 from jaxinfer.memory import free_device_bytes, free_host_bytes
 from jaxinfer.model import Model
 from jaxinfer.sampling_params import SamplingParams
-from pallas_kernels.dispatch import hopper_refusal
+from pallas_kernels.paged_attention import reads_lengths
 
 CPU_POOL_BYTES = 2 * 2**30
 """Most that a CPU's pool takes by default: zeroing more would delay the first token."""
 
 
+@typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Options of an engine. None: chosen for the device, in parentheses (GPU; CPU). Raises ValueError for bad ones."""
@@ -104,6 +104,8 @@ class Settings:
     page_widths: tuple[int, ...]
     """Widths of page tables that decode programs exist for, ascending; prefill has the last."""
     layouts: tuple[SamplerLayout, ...]
+    scored: tuple[int, ...]
+    """Numbers of listed logprobs of prompts that programs exist for."""
 
 
 def settle(config: EngineConfig, model: Model) -> Settings:
@@ -119,7 +121,7 @@ def settle(config: EngineConfig, model: Model) -> Settings:
     if lengths[0] > tokens:
         raise ValueError(f"max_prefill_tokens={tokens} is below the shortest of prefill_lengths={lengths}")
     lengths = tuple(length for length in lengths if length <= tokens)
-    page_bytes = kv_cache.bytes_per_token(model.config, model.dtype) * config.page_size
+    page_bytes = kv_cache.bytes_per_token(model.config, model.cache_dtype) * config.page_size
     longest = min(model.config.max_position_embeddings, config.max_context or 2**31)
     num_pages = config.num_pages
     if num_pages is None:
@@ -135,8 +137,8 @@ def settle(config: EngineConfig, model: Model) -> Settings:
         )
     widest = -(-longest // config.page_size)
     # Where a kernel reads no more pages than a row has, a wide table costs nothing and one program serves all.
-    reads_lengths = model.dtype == jnp.bfloat16 and hopper_refusal() is None
-    widths = (widest,) if reads_lengths else _ladder(16, 4, widest)
+    wide = reads_lengths(model.dtype, model.cache_dtype.name, model.config.head_dim, config.page_size)
+    widths = (widest,) if wide else _ladder(16, 4, widest)
     rules = Rules(
         page_size=config.page_size,
         max_sequences=sequences,
@@ -149,7 +151,9 @@ def settle(config: EngineConfig, model: Model) -> Settings:
         policy=config.policy,
     )
     layouts = tuple(dict.fromkeys(SamplerLayout.required(row, model.config) for row in config.sampling))
-    return Settings(rules, num_pages, longest, config.prefill_rows, decode_rows, widths, layouts)
+    wanted = [row.prompt_logprobs for row in config.sampling]
+    scored = tuple(sorted({listed(count, model.config) for count in wanted if count is not None}))
+    return Settings(rules, num_pages, longest, config.prefill_rows, decode_rows, widths, layouts, scored)
 
 
 def _ladder(first: int, factor: int, last: int) -> tuple[int, ...]:

@@ -25,8 +25,7 @@ class SamplerLayout:
         """What one request needs, rounded up."""
         variant = SamplerVariant.required([params], config.num_tokens)
         if variant.num_logprobs is not None:
-            count = next((n for n in LISTED_LOGPROBS if n >= variant.num_logprobs), _power(variant.num_logprobs))
-            variant = dataclasses.replace(variant, num_logprobs=min(count, config.num_tokens))
+            variant = dataclasses.replace(variant, num_logprobs=listed(variant.num_logprobs, config))
         longest = max(len(params.logit_bias), len({*config.eos_token_ids, *params.stop_token_ids}))
         return cls(variant, max(MIN_PLACES, _power(longest)))
 
@@ -69,6 +68,12 @@ class Layouts:
                 return layout
         self.add(need | self.known[-1])
         return self.choose([need])
+
+
+def listed(num_logprobs: int, config: ModelConfig) -> int:
+    """The number of most probable tokens that programs report for requests that want `num_logprobs`."""
+    count = next((n for n in LISTED_LOGPROBS if n >= num_logprobs), _power(num_logprobs))
+    return min(count, config.num_tokens)
 
 
 def _power(number: int) -> int:

@@ -102,6 +102,9 @@ class Programs:
         for rows, length in self.prefill_sizes():
             for from_empty in (True, False):
                 yield Size("prefill", rows=rows, length=length, from_empty=from_empty)
+                if rows == settings.prefill_rows[0]:
+                    for count in settings.scored:
+                        yield Size("prefill_scored", rows, length, from_empty=from_empty, num_logprobs=count)
         for layout in settings.layouts:
             for rows in settings.prefill_rows:
                 yield Size("start", rows=rows, layout=layout)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxinfer import kv_cache
 from jaxinfer.engine.config import Settings
-from jaxinfer.engine.layout import Layouts, SamplerLayout
+from jaxinfer.engine.layout import Layouts, SamplerLayout, listed
 from jaxinfer.engine.pages import SCRATCH_PAGE
 from jaxinfer.engine.programs import COPIES, Programs, Size
 from jaxinfer.engine.rows import STOP_PLACES
@@ -181,8 +181,10 @@ class Runner:
         for piece in pieces:
             length, from_empty = self.settings.rules.padded(piece.length), piece.start == 0
             if self._is_scored(piece, requests):
-                rows, count = self.settings.prefill_rows[0], requests[piece.sequence].params.prompt_logprobs or 0
-                yield Call((piece,), Size("prefill_scored", rows, length, 0, from_empty, None, count))
+                count = listed(requests[piece.sequence].params.prompt_logprobs or 0, self.model.config)
+                rows = self.settings.prefill_rows[0]
+                size = Size("prefill_scored", rows, length, from_empty=from_empty, num_logprobs=count)
+                yield Call((piece,), size)
             else:
                 by_length.setdefault(length, []).append(piece)
         sizes = self.programs.prefill_sizes()

@@ -172,10 +172,9 @@ class Scheduler:
         """Pages that pieces of this round write which do not begin a sequence."""
         prefilling = [sequence for sequence in self.running if sequence.status is Status.PREFILLING]
         for sequence in prefilling:
-            cost = self._piece(plan, sequence, whole - spent, whole, written, after_pieces=False)
-            if cost == 0:
+            spent += self._pieces(plan, sequence, whole - spent, whole, written, after_pieces=False)
+            if sequence.status is Status.PREFILLING:
                 return spent, True
-            spent += cost
         while self.waiting:
             sequence = self.waiting[0]
             siblings = (other for other in self.running if other.group == sequence.group)
@@ -186,12 +185,13 @@ class Scheduler:
             if not self._admit(sequence):
                 return spent, False
             after = not written.isdisjoint(sequence.pages)
-            cost = self._piece(plan, sequence, whole - spent, whole, written, after_pieces=after)
+            cost = self._pieces(plan, sequence, whole - spent, whole, written, after_pieces=after)
             if cost == 0:
                 self._return(sequence)
-                return spent, True
             spent += cost
-        return spent, any(sequence.status is Status.PREFILLING for sequence in self.running)
+            if sequence.status is not Status.DECODING:
+                return spent, True
+        return spent, False
 
     def _admit(self, sequence: Sequence) -> bool:
         """Moves the head of the queue to a slot, with pages for all its tokens and its first decode chunk."""
@@ -236,6 +236,18 @@ class Scheduler:
     def _enter(self, sequence: Sequence, status: Status) -> None:
         sequence.status, sequence.slot, sequence.skipped = status, self._slots.pop(), 0
         bisect.insort(self.running, sequence, key=lambda other: other.arrival)
+
+    def _pieces(
+        self, plan: Plan, sequence: Sequence, left: int, whole: int, written: set[int], *, after_pieces: bool
+    ) -> int:
+        """Plans pieces of a sequence within `left` tokens, each after the one before it; returns their cost."""
+        spent = 0
+        while sequence.status is Status.PREFILLING:
+            cost = self._piece(plan, sequence, left - spent, whole, written, after_pieces=after_pieces or spent > 0)
+            if cost == 0:
+                break
+            spent += cost
+        return spent
 
     def _piece(
         self, plan: Plan, sequence: Sequence, left: int, whole: int, written: set[int], *, after_pieces: bool

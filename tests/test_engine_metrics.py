@@ -1,0 +1,208 @@
+"""What the engine compiles and when, what it measures, and the picture of it."""
+
+import dataclasses
+import pathlib
+import re
+import sys
+
+import engine_cases as cases
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.engine.layout import Layouts, SamplerLayout, listed
+from jaxinfer.engine.metrics import Latency, Meter, Span
+from jaxinfer.engine.timeline import plot_timeline
+from jaxinfer.sampling_params import SamplingParams
+
+PROMPTS = [ids for ids, _ in cases.REQUESTS]
+PARAMS = [row for _, row in cases.REQUESTS]
+COMPILED: list[str] = []
+
+
+def note_compilation(event: str, *_: object, **__: object) -> None:
+    if event.endswith("backend_compile_duration"):
+        COMPILED.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(note_compilation)
+
+
+# --- Compilation
+
+
+def test_nothing_compiles_after_warmup(capsys: pytest.CaptureFixture[str]) -> None:
+    """All kinds of requests, chunked, preempted, scored, forked: no program of the engine's, and none of JAX's own."""
+    with cases.engine() as engine:
+        engine.warmup(progress=True, threads=2)
+        assert "Compiling" in capsys.readouterr().err
+        expected = len(list(engine._runner.programs.expected()))  # type: ignore[union-attr]  # it is open
+        assert expected == 1 + 2 * (1 + 1 + 1) + 2 + 1 + 1  # decode; prefill and scored prefill; start; blank; copy
+        COMPILED.clear()
+        cases.expected()
+        assert COMPILED, "the listener hears nothing"
+        COMPILED.clear()
+        engine.generate(PROMPTS, PARAMS, progress=True)
+        assert not COMPILED
+        assert engine.metrics().compilations_after_warmup == 0
+        assert re.search(r"prefill \d+ tok/s, decode \d+ tok/s", capsys.readouterr().err)
+        engine.warmup(progress=False)  # again: nothing to do
+        assert not COMPILED
+
+
+def test_needs_beyond_the_examples_compile_once_and_are_counted() -> None:
+    """From greedy alone to all parts of the sampler to a longer list of biases, while others run on."""
+    greedy = cases.params()
+    wide = dataclasses.replace(PARAMS[6], logit_bias=dict.fromkeys(range(80), 0.0) | {11: 100.0})
+    with cases.engine(sampling=(greedy,), prefill_rows=(1,)) as engine:
+        engine.warmup(progress=False)
+        long = engine.stream([PROMPTS[0]], PARAMS[0])
+        said = [next(long)]
+        for row in (PARAMS[13], wide):
+            index = 13 if row is PARAMS[13] else 6
+            before = engine.metrics().compilations_after_warmup
+            for _ in range(2):
+                (output,) = engine.generate([PROMPTS[index]], row)
+                assert output.token_ids == cases.expected()[index].token_ids
+            assert len(engine._runner.layouts.known) == (2 if index == 13 else 3)  # type: ignore[union-attr]
+            if row is wide:
+                assert engine.metrics().compilations_after_warmup > before
+            said.append(next(long))
+        said += long
+        assert sum((delta.token_ids for delta in said), ()) == cases.expected()[0].token_ids
+
+
+def test_layouts_choose_the_narrowest_that_serves() -> None:
+    config = cases.model().config
+    rows = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(top_p=0.5),
+        SamplingParams(logprobs=3),
+        SamplingParams(logit_bias=dict.fromkeys(range(70), 1.0)),
+    ]
+    greedy, drawn, filtered, logged, biased = (SamplerLayout.required(row, config) for row in rows)
+    assert logged.variant.num_logprobs == 5 and biased.places == 128
+    assert [listed(count, config) for count in (0, 1, 6, 21, 96)] == [0, 5, 20, 32, 96]
+    layouts = Layouts([filtered, greedy])
+    assert layouts.known == [greedy, filtered]
+    assert layouts.choose([]) == layouts.choose([greedy]) == greedy
+    assert layouts.choose([drawn]) == layouts.choose([greedy, filtered]) == filtered
+    assert layouts.choose([logged]) == filtered | logged
+    assert layouts.choose([biased, drawn]) == filtered | logged | biased
+    assert len(layouts.known) == 4
+
+
+# --- Figures
+
+
+def test_counts_and_rates() -> None:
+    """Two prompts of 20 and 9 tokens with 7 tokens each; then the first again, 16 tokens of which are cached."""
+    with cases.engine() as engine:
+        first, second = cases.prompt(20, 1), cases.prompt(9, 2)
+        row = cases.params(max_tokens=7)
+        engine.generate([first, second], row)
+        engine.generate([first], row)
+        metrics = engine.metrics()
+        assert (metrics.submitted, metrics.finished, metrics.preemptions) == (3, {"length": 3}, 0)
+        assert (metrics.prompt_tokens, metrics.output_tokens) == (20 + 9 + 4, 21)
+        assert metrics.prefix_hit_rate == pytest.approx(16 / 49)
+        # Full pages of prompt and output stay: 26 and 15 tokens are in the cache, 6 and 3 pages of 4.
+        assert (metrics.pages, metrics.pages_owned, metrics.pages_cached) == (24, 0, 9)
+        # Chunks of 3 after the first token: two of 2 of 4 rows, two of 1.
+        assert metrics.batch_occupancy == pytest.approx((2 + 2 + 1 + 1) / 16)
+        assert metrics.output_tokens_per_s == pytest.approx(21 / metrics.seconds)
+        assert 0 < metrics.prefill_share < 1 and 0 < metrics.busy_share <= 1
+        times = (metrics.time_to_first_token, metrics.time_per_output_token, metrics.end_to_end)
+        assert all(0 < one.p50 <= one.p95 <= one.p99 for one in times)
+        assert metrics.time_to_first_token.mean + 6 * metrics.time_per_output_token.mean == pytest.approx(
+            metrics.end_to_end.mean
+        )
+        assert "21 tokens" in str(metrics)
+        engine.reset_metrics()
+        assert engine.metrics().output_tokens == 0
+
+
+def test_queue_lengths_while_running() -> None:
+    with cases.engine() as engine:
+        for number in range(6):
+            engine.submit(cases.prompt(30, number), cases.params(max_tokens=5), request_id=str(number))
+        assert engine.metrics().waiting == 6
+        engine.step()
+        metrics = engine.metrics()
+        assert (metrics.waiting, metrics.prefilling, metrics.decoding) == (5, 0, 1)  # 30 tokens fill a round of 32
+        assert metrics.pages_owned == 9  # 30 tokens and a chunk of 3
+        while engine.has_work:
+            engine.step()
+
+
+def test_latency_of_known_values() -> None:
+    """1 to 100: the percentiles lie between neighbours, as NumPy defines them."""
+    latency = Latency.of(float(value) for value in range(1, 101))
+    assert (latency.mean, latency.p50) == (50.5, 50.5)
+    assert (latency.p95, latency.p99) == pytest.approx((95.05, 99.01))
+    assert Latency.of([]) == Latency(0.0, 0.0, 0.0, 0.0)
+
+
+def test_prometheus_text() -> None:
+    with cases.engine() as engine:
+        engine.generate([cases.prompt(5)], cases.params())
+        text = engine.metrics().prometheus()
+    for line in text.splitlines():
+        assert re.fullmatch(
+            r"# TYPE [a-z0-9_]+ (counter|gauge|summary)|[a-z0-9_]+(\{[a-z]+=\"[a-z0-9.]+\"\})? \S+", line
+        )
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert values['jaxinfer_finished{reason="length"}'] == "1"
+    assert values["jaxinfer_output_tokens"] == "9"
+    assert float(values['jaxinfer_time_to_first_token_seconds{quantile="0.95"}']) > 0
+    assert "# TYPE jaxinfer_output_tokens counter" in text and "# TYPE jaxinfer_waiting gauge" in text
+
+
+def test_stall_bound_in_milliseconds_follows_the_measured_rate() -> None:
+    with cases.engine(decode_stall_ms=10.0) as engine:
+        assert engine._scheduler.stall_tokens == 16  # nothing measured yet
+        engine._meter.prefill_rate = 40_000.0
+        engine.submit(cases.prompt(5), cases.params())
+        engine.step()
+        assert engine._scheduler.stall_tokens == 400
+
+
+def test_meter_splits_the_time_between_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatched at 1 and 2, ended at 3 and 7: the second began when the first was over."""
+    now = iter([0.0, 0.0, 3.0, 7.0])
+    monkeypatch.setattr("jaxinfer.engine.metrics.time.perf_counter", lambda: next(now))
+    meter = Meter()
+    meter.add_program("prefill", 1.0, 1, 1, 100)
+    meter.add_program("decode", 2.0, 3, 4, 12)
+    assert list(meter.spans) == [Span("prefill", 1.0, 3.0, 1, 100), Span("decode", 3.0, 7.0, 3, 12)]
+    assert (meter.prefill_rate, meter.busy) == (50.0, {"prefill": 2.0, "decode": 4.0})
+
+
+# --- The picture
+
+
+def test_timeline_is_a_figure_and_a_file(tmp_path: pathlib.Path) -> None:
+    with cases.engine() as engine:
+        with pytest.raises(ValueError, match="no programs have run since the metrics were reset"):
+            engine.plot_timeline()
+        engine.generate([cases.prompt(20)], cases.params())
+        figure = engine.plot_timeline(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["decode", "prefill"]
+    decode, prefill = axes.collections
+    assert (len(decode.get_paths()), len(prefill.get_paths())) == (3, 2)  # 8 tokens in chunks of 3, 20 in pieces of 16
+
+
+def test_bars_lie_where_the_spans_do() -> None:
+    figure = plot_timeline([Span("prefill", 1.0, 3.0, 1, 9), Span("decode", 3.0, 7.0, 4, 12)])
+    decode, prefill = figure.axes[0].collections
+    assert np.allclose(decode.get_paths()[0].get_extents().get_points(), [[2, 0.1], [6, 0.9]])
+    assert np.allclose(prefill.get_paths()[0].get_extents().get_points(), [[0, 1.1], [2, 1.9]])
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install jaxinfer\[plot\]"):
+        plot_timeline([Span("decode", 0.0, 1.0, 1, 1)])

@@ -1,0 +1,142 @@
+"""The engine says what `ji.generate` says: in any company and order, after preemptions, with and without cached
+prefixes."""
+
+import dataclasses
+import random
+
+import engine_cases as cases
+import families
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.engine.engine import Engine
+from jaxinfer.model import load
+from jaxinfer.outputs import Delta
+
+PROMPTS = [ids for ids, _ in cases.REQUESTS]
+PARAMS = [row for _, row in cases.REQUESTS]
+
+
+def check_all(engine: Engine) -> None:
+    for output, reference in zip(engine.generate(PROMPTS, PARAMS), cases.expected(), strict=True):
+        cases.assert_same(output, reference)
+    metrics = engine.metrics()
+    assert (metrics.waiting, metrics.prefilling, metrics.decoding, metrics.pages_owned) == (0, 0, 0, 0)
+
+
+def test_generate_twice_with_preemptions_and_cached_prefixes() -> None:
+    with cases.engine() as engine:
+        check_all(engine)
+        first = engine.metrics()
+        assert first.preemptions > 0, "the pool is too large for this test"
+        check_all(engine)
+        assert engine.metrics().prefix_hit_rate > first.prefix_hit_rate > 0
+        # Whoever comes alone gets the same.
+        for index in (1, 4, 8, 12):
+            (alone,) = engine.generate([PROMPTS[index]], PARAMS[index])
+            cases.assert_same(alone, cases.expected()[index])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefix_cache": False, "policy": "mixed"},
+        {"decode_order": "arrival", "decode_stall_tokens": 8},
+        {"max_decode_batch": 2, "max_sequences": 4},
+    ],
+    ids=str,
+)
+def test_no_rule_of_the_scheduler_changes_a_token(changes: dict) -> None:
+    with cases.engine(**changes) as engine:
+        check_all(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_arrivals(seed: int) -> None:
+    """Requests submitted between rounds, in any order and with repeats: the same deltas when joined."""
+    rng = random.Random(seed)
+    with cases.engine() as engine:
+        arrivals = rng.choices(range(len(PROMPTS)), k=20)
+        waiting, said = list(enumerate(arrivals)), {}
+        while waiting or engine.has_work:
+            for _ in range(min(rng.choice([0, 0, 1, 4]), len(waiting))):
+                number, index = waiting.pop(0)
+                engine.submit(PROMPTS[index], PARAMS[index], request_id=str(number))
+            for delta in engine.step():
+                said.setdefault((delta.request_id, delta.sample_index), []).append(delta)
+        for number, index in enumerate(arrivals):
+            for sample, completion in enumerate(cases.expected()[index].completions):
+                check_deltas(said.pop((str(number), sample)), completion)
+        assert not said
+
+
+def check_deltas(deltas: list[Delta], completion) -> None:
+    assert sum((delta.token_ids for delta in deltas), ()) == completion.token_ids
+    assert "".join(delta.text for delta in deltas) == completion.text
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (completion.finish_reason, completion.stop_reason)
+    tables = None if completion.logprobs is None else sum((delta.logprobs or () for delta in deltas), ())
+    cases.assert_same_tables(tables, completion.logprobs)
+
+
+def test_g7_short_request_beside_a_long_one_s_chunked_prefill() -> None:
+    """Trap G7 with prompts of 4 and 60 and pieces of 16: as many tokens as alone, and no token 0 in between."""
+    short, row = cases.REQUESTS[14]
+    long, expected = cases.prompt(60, 11), cases.expected()[14]
+    with cases.engine(max_prefill_tokens=16) as engine:
+        beside, _ = engine.generate([short, long], [row, cases.params(max_tokens=4)])
+        cases.assert_same(beside, expected)
+        engine.submit(short, row)
+        events = engine.step()
+        engine.submit(long, cases.params(max_tokens=4))
+        while engine.has_work:
+            events += engine.step()
+        mine = [delta for delta in events if delta.request_id == "request-2"]
+        assert sum((delta.token_ids for delta in mine), ()) == expected.token_ids
+
+
+@pytest.mark.parametrize("length", [4, 8, 9])
+def test_g1_prompts_that_are_cached_to_the_end(length: int) -> None:
+    """Trap G1, page 4: lengths 4, 8 and 9, cold, again, a third time, eight at once, and without a cache."""
+    ids, row = cases.prompt(length, 2), cases.params(max_tokens=6)
+    with cases.engine() as engine, cases.engine(prefix_cache=False) as without:
+        (reference,) = without.generate([ids], row)
+        for copies in (1, 1, 1, 8):
+            for output in engine.generate([ids] * copies, row):
+                cases.assert_same(output, reference)
+        assert engine.metrics().prefix_hit_rate == pytest.approx(10 * ((length - 1) // 4 * 4) / (11 * length))
+        assert without.metrics().prefix_hit_rate == 0
+
+
+def test_rope_that_depends_on_the_length() -> None:
+    """Cached keys of such a RoPE serve requests of their own length only."""
+    case = families.BY_NAME["llama_rope_dynamic"]
+    model = load(case.folder, dtype=jnp.float32, progress=False)
+    prompt = case.prompt.tolist()
+    rows = [cases.params(max_tokens=len(case.continuation)), cases.params(max_tokens=3)]
+    shape = {"max_context": None, "num_pages": 65, "prefill_rows": (1,), "sampling": (rows[0],)}
+    with cases.engine(model, **shape) as engine, cases.engine(model, prefix_cache=False, **shape) as without:
+        for row in (rows[0], rows[1], rows[0]):
+            (output,) = engine.generate([prompt], row)
+            cases.assert_same(output, without.generate([prompt], row)[0])
+        assert output.token_ids == tuple(case.continuation.tolist())
+        # The second has another length; the third finds the pages of the first.
+        share = ((len(prompt) - 1) // 4 * 4) / (3 * len(prompt))
+        assert engine.metrics().prefix_hit_rate == pytest.approx(share)
+
+
+def test_unseeded_requests_differ() -> None:
+    with cases.engine() as engine:
+        outputs = engine.generate([cases.prompt(9)] * 4, cases.params(temperature=1.5, max_tokens=12))
+        assert len({output.token_ids for output in outputs}) == 4
+
+
+def test_more_completions_than_slots() -> None:
+    """n=9 with 4 slots: the prompt is computed once, then shared as far as there is room."""
+    ids, row = cases.REQUESTS[4]
+    with cases.engine() as engine:
+        (output,) = engine.generate([ids], dataclasses.replace(row, n=9))
+        assert output.completions[:3] == cases.expected()[4].completions
+        assert len({completion.token_ids for completion in output.completions}) == 9
+        # 30 tokens for the first; those after the fourth find all but the last 2 in the cache.
+        assert 30 <= engine.metrics().prompt_tokens <= 30 + 5 * 2
