@@ -9,10 +9,11 @@ import numpy as np
 
 from benchmarks.harness import Recorder, median, seconds
 from jaxinfer.layers import attention
-from jaxinfer.layers.chunk_attention import chunk_attention
+from jaxinfer.layers.chunk_attention import chunk_attention, windowed_chunk_attention
 from pallas_kernels.paged_attention.formats import FORMATS, quantise
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
+WINDOW = 1024
 CALLS = 8  # in one program
 
 
@@ -20,14 +21,18 @@ CALLS = 8  # in one program
 class Chunk:
     """`tokens` of a prompt after `prefix` tokens in pages; `route` is how."""
 
-    route: str  # "whole": cuDNN on contiguous arrays, "chunk": `chunk_attention`, "blocked": `prefill_attention`
+    route: str  # of ROUTES
     tokens: int
     prefix: int = 0
     kv: str = "bfloat16"
 
     @property
     def operations(self) -> int:
-        return 4 * HEAD_DIM * Q_HEADS * (self.tokens * self.prefix + self.tokens * (self.tokens + 1) // 2)
+        """Of attention, with a window that of the keys inside it."""
+        seen = self.prefix + np.arange(1, self.tokens + 1)
+        if self.route == "windowed":
+            seen = np.minimum(seen, WINDOW)
+        return 4 * HEAD_DIM * Q_HEADS * int(seen.sum())
 
 
 CHUNKS = [
@@ -36,6 +41,7 @@ CHUNKS = [
     Chunk("chunk", 512, 3584),
     Chunk("chunk", 2048, 30720),
     Chunk("chunk", 2048, 2048, "int8"),
+    Chunk("windowed", 2048, 2048),
     Chunk("blocked", 2048, 2048),
 ]
 
@@ -88,10 +94,17 @@ def chunk(q: jax.Array, own: Any, pools: Any, scales: Any, positions: jax.Array,
     return chunk_attention(q, own[0], own[1], tuple(pools), tuple(scales), positions, table, scale=SCALE)
 
 
+def windowed(q: jax.Array, own: Any, pools: Any, scales: Any, positions: jax.Array, table: jax.Array) -> jax.Array:
+    del own
+    stored = (tuple(pools), tuple(scales), positions, table)
+    return windowed_chunk_attention(q, *stored, scale=SCALE, window=WINDOW)
+
+
 def blocked(q: jax.Array, own: Any, pools: Any, scales: Any, positions: jax.Array, table: jax.Array) -> jax.Array:
     del own
     stored = (pools[0], pools[1], positions, table, scales[0], scales[1])
     return attention.prefill_attention(q, *stored, scale=SCALE, window=None, softcap=None)
 
 
-ROUTES = {"whole": whole, "chunk": chunk, "blocked": blocked}
+# cuDNN on contiguous arrays, the two routes of a chunk, and what XLA makes of it.
+ROUTES = {"whole": whole, "chunk": chunk, "windowed": windowed, "blocked": blocked}

@@ -30,10 +30,10 @@ from pallas_kernels.int4_matmul import PackedInt4
 SHAPES = ROOT / "shapes"
 
 
-def load(name: str, dtype: str | None, int4: bool) -> ji.Model:
+def load(name: str, dtype: str | None, int4: bool, kv: str | None) -> ji.Model:
     if (SHAPES / name / "config.json").exists():
-        return ji.load(SHAPES / name, random_weights=0, dtype=dtype, quantize="int4" if int4 else None)
-    return ji.load(name, dtype=dtype, packed=int4)
+        return ji.load(SHAPES / name, random_weights=0, dtype=dtype, quantize="int4" if int4 else None, kv_dtype=kv)
+    return ji.load(name, dtype=dtype, packed=int4, kv_dtype=kv)
 
 
 def bytes_per_step(model: ji.Model, batch: int, context: float) -> float:
@@ -110,7 +110,7 @@ def measure_ready(recorder: Recorder, name: str, options: list[str], weights: st
 
 def case_of(name: str, model: ji.Model, **sizes: int) -> dict[str, object]:
     packed = isinstance(model.params.layers[0].down, PackedInt4)
-    return {"model": name, "weights": "int4" if packed else str(model.dtype), "kv": str(model.dtype), **sizes}
+    return {"model": name, "weights": "int4" if packed else str(model.dtype), "kv": str(model.cache_dtype), **sizes}
 
 
 def main() -> None:
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype")
     parser.add_argument("--int4", action="store_true", help="packed layers: random ones, or a GGUF file's as they are")
+    parser.add_argument("--kv", help="dtype of the key-value cache; by default that of the weights")
     parser.add_argument("--batch", type=int, nargs="*", default=[])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=257, help="tokens a sequence; 1 + a multiple of the decode chunk")
@@ -134,7 +135,7 @@ def main() -> None:
     if not (arguments.batch or arguments.first_token or arguments.generate_once):
         return
     start = time.perf_counter()
-    model = load(arguments.model, arguments.dtype, arguments.int4)
+    model = load(arguments.model, arguments.dtype, arguments.int4, arguments.kv)
     jax.block_until_ready(model.params)
     print(f"loaded {arguments.model} in {time.perf_counter() - start:.1f} s", flush=True)
     if arguments.generate_once:
