@@ -174,7 +174,7 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
 
         return RowPair(w, a.kind, a.scale_dtype, scale, a.offset_dtype, offset)
 
-    def stage(index: Any, carry: Any) -> Any:
+    def stage(index: Any, carry: Any, last: bool = False) -> Any:
         slot, parity, before, *flat = carry
         acc = [flat[sums * u : sums * (u + 1)] for u in tiles]
         base = slot * plan.stage_bytes
@@ -201,16 +201,20 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
             w.wgmma_commit()
             # The batch before has been read. Behind the products: where ptxas sees a wait only before the next ones,
             # it makes them wait for each other too.
-            w.wgmma_wait(1)
+            if not last or t + 1 < len(column_tiles):
+                w.wgmma_wait(1)
             if t == 0:
                 release(before, w.integer(0) < index)
         return (*after(w, plan, slot, parity), slot, *(value for tile in acc for value in tile))
 
     slot, parity = carry
     start = (slot, parity, slot, *[w.number(0.0)] * (sums * schedule.tiles))
-    slot, parity, last, *flat = w.loop(part.count, start, stage)
+    # The last stage is no part of the loop: with products still under way where the loop ends, ptxas reads sums before
+    # the wait that follows it.
+    end = part.count - 1
+    slot, parity, before, *flat = stage(end, w.loop(end, start, stage), last=True)
     flat = w.wgmma_wait(0, flat)
-    release(last, w.lane < 32)
+    release(before, w.lane < 32)
     write = store_lines if plan.by_lines and a.out_dtype != "float32" else store
     for u in tiles:
         write(w, plan, a, part, strip + 4 * u, flat[sums * u : sums * (u + 1)])
