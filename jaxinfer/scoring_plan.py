@@ -16,10 +16,6 @@ WORTH_SHARING = 0.25
 """A run is shared if it is at least this part of what its rows have left, on average. Rows that start after a run
 cannot use the faster attention of rows that start from nothing, so a few common tokens are cheaper computed again."""
 
-MERGED_TOKENS = 16
-"""Pairs with the same input tokens are one row until it has this many tokens to score: the narrowest row of a call has
-as many tokens, so a call never has more tokens to score than it computes."""
-
 
 @dataclasses.dataclass(frozen=True)
 class TokenPair:
@@ -43,6 +39,11 @@ class Targets:
     tokens: np.ndarray
     slots: np.ndarray
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Targets]") -> "Targets":
+        """Those of all parts, counted from the same token."""
+        return cls(*(np.concatenate(arrays) for arrays in zip(*map(dataclasses.astuple, parts), strict=True)))
+
     def between(self, start: int, stop: int) -> "Targets":
         """Those whose places lie in [start, stop), counted from `start`."""
         inside = (self.places >= start) & (self.places < stop)
@@ -51,11 +52,11 @@ class Targets:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Input tokens (int32), what to score in them, and how many leading tokens are only there to be read."""
+    """Input tokens (int32), what to score in them, and how many of them are context, to be shared."""
 
     inputs: np.ndarray
     targets: Targets
-    num_unscored: int
+    num_context: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,35 +86,23 @@ class Run:
         return -(-self.end // page_size) - self.start // page_size
 
 
-NOTHING = Targets(*(np.zeros(0, np.int32) for _ in range(3)))
-
-
 def rows_for(pairs: Sequence[TokenPair]) -> list[Row]:
-    """One row for each distinct input, as a rule: answers of one token each to the same question are one row."""
-    rows: list[Row] = []
-    open_rows: dict[bytes, tuple[list[tuple[int, int]], int]] = {}  # inputs -> ((pair, first slot), ...), tokens scored
-    groups: list[list[tuple[int, int]]] = []
+    """One row for each distinct input: answers of one token each to the same question are one row."""
+    by_inputs: dict[bytes, list[tuple[TokenPair, int]]] = {}  # (pair, its first slot)
     slot = 0
-    for index, pair in enumerate(pairs):
+    for pair in pairs:
         key = np.array((*pair.context, *pair.continuation[:-1]), np.int32).tobytes()
-        members, scored = open_rows.get(key, ([], 0))
-        if not members or scored + len(pair.continuation) > MERGED_TOKENS:
-            members, scored = [], 0
-            groups.append(members)
-        members.append((index, slot))
-        open_rows[key] = (members, scored + len(pair.continuation))
+        by_inputs.setdefault(key, []).append((pair, slot))
         slot += len(pair.continuation)
-    for members in groups:
-        first = pairs[members[0][0]]
-        places, tokens, slots = [], [], []
-        for index, slot in members:
-            continuation = pairs[index].continuation
-            places.append(len(pairs[index].context) - 1 + np.arange(len(continuation)))
-            tokens.append(np.array(continuation))
-            slots.append(slot + np.arange(len(continuation)))
-        targets = Targets(*(np.concatenate(parts).astype(np.int32) for parts in (places, tokens, slots)))
-        inputs = np.array((*first.context, *first.continuation[:-1]), np.int32)
-        rows.append(Row(inputs, targets, int(targets.places.min())))
+    rows = []
+    for key, members in by_inputs.items():
+        parts = []
+        for pair, slot in members:
+            offsets = np.arange(len(pair.continuation), dtype=np.int32)
+            tokens = np.array(pair.continuation, np.int32)
+            parts.append(Targets(len(pair.context) - 1 + offsets, tokens, slot + offsets))
+        num_context = min(len(pair.context) for pair, _ in members)
+        rows.append(Row(np.frombuffer(key, np.int32), Targets.joined(parts), num_context))
     return rows
 
 
@@ -193,7 +182,7 @@ def _length_class(config: ModelConfig, length: int) -> int:
 def _share(rows: Sequence[Row], page_size: int, longest_run: int) -> list[Run]:
     """The roots of the runs of rows whose keys are rotated alike."""
     bytes_per_page = page_size * 4
-    keys = [row.inputs[: row.num_unscored // page_size * page_size].tobytes() for row in rows]
+    keys = [row.inputs[: row.num_context // page_size * page_size].tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     roots: list[Run] = []
 
@@ -220,13 +209,16 @@ def _share(rows: Sequence[Row], page_size: int, longest_run: int) -> list[Run]:
             while page and following < last and keys[order[following]].startswith(page, offset):
                 following += 1
             if following == first + 1:
-                add(row, start, len(row.inputs), row.targets, parent)
+                add(row, start, len(row.inputs), row.targets, parent)  # nothing if all of it is shared
             else:
                 # Sorted: what the first and the last row share, all share.
                 pages = agreed + _common_pages(key, keys[order[following - 1]], offset, bytes_per_page)
                 end = pages * page_size
-                left = sum(len(rows[index].inputs) for index in order[first:following]) / (following - first) - end
-                shared = add(row, start, end, NOTHING, parent) if end - start >= WORTH_SHARING * left else parent
+                members = [rows[index] for index in order[first:following]]
+                left = sum(len(member.inputs) - end for member in members) / len(members)
+                shared = parent
+                if end - start >= WORTH_SHARING * left:
+                    shared = add(row, start, end, Targets.joined([member.targets for member in members]), parent)
                 waiting.append((first, following, pages, shared))
             first = following
     return roots

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxinfer import decoder, kv_cache, steps
-from jaxinfer.batch import PAGE_SIZE, Limits, bucket, pages_for
+from jaxinfer.batch import MIN_PAGES, PAGE_SIZE, Limits, bucket
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.kv_cache import PagedKVCache
@@ -23,6 +23,8 @@ POOL_CALLS = 8
 """Calls' worth of tokens that the pool holds at most: enough that rows of like length find each other."""
 FEWEST_PAGES = 64
 """Smallest pool: short calls share their programs."""
+SHORT_PREFIX = 1024
+"""XLA's attention to prefixes below this length is quick enough."""
 HEAD_BYTES = 1 << 28
 """Logits in memory at once, about: 523 rows of 128,256 words are enough to keep a GPU's tensor cores busy."""
 
@@ -47,8 +49,9 @@ def prefill_targets(
     """`steps.prefill` that scores `targets[i]` after the token at `places[i]` = row * tokens + column.
 
     Returns log-probabilities and whether the target is the most probable of the ids that are not padding, for the first
-    `num_targets`. The head takes `head_rows` places at a time, a divisor of their number, and as many turns as there
-    are targets: neither logits of all places nor those of places that nobody asked for are ever computed.
+    `num_targets`; a place may have several targets. The head takes `head_rows` targets at a time, a divisor of the
+    room for them, and as many turns as there are targets: neither logits of all places nor those of places that nobody
+    asked for are ever computed.
     """
     positions = steps.prefill_positions(lengths, starts, tokens.shape[1])
     hidden, new_cache = decoder.forward(
@@ -103,15 +106,21 @@ def head_rows_for(config: ModelConfig, num_places: int) -> int:
     return min(1 << (most.bit_length() - 1), bucket(num_places))
 
 
-def row_tokens(num_tokens: int, from_empty: bool) -> int:
-    """Padded length of a run's row: a power of two or three quarters of one.
+def row_tokens(num_tokens: int, start: int, *, gpu: bool) -> int:
+    """Padded length of a row of tokens from position `start` on: a power of two or three quarters of one.
 
-    cuDNN's attention, which is for rows that start from nothing, needs multiples of 64.
+    On a GPU a multiple of 64, which cuDNN's attention needs. Only of few tokens after a short prefix, where XLA's
+    attention costs less than the padding would, a multiple of 16.
     """
-    smallest = 64 if from_empty and jax.default_backend() == "gpu" else 16
-    size = bucket(num_tokens, smallest)
-    less = size * 3 // 4
-    return less if less >= num_tokens and less % smallest == 0 else size
+    short = 0 < start < SHORT_PREFIX and num_tokens <= 48
+    return padded(num_tokens, 64 if gpu and not short else 16)
+
+
+def padded(size: int, unit: int) -> int:
+    """The smallest power of two, or three quarters of one, that is at least `size` and a multiple of `unit`."""
+    power = bucket(size, unit)
+    less = power * 3 // 4
+    return less if less >= size and less % unit == 0 else power
 
 
 def run_pairs(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> Iterator[Scored]:
@@ -122,7 +131,7 @@ def run_pairs(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> Itera
     forest = build_forest(rows_for(pairs), model.config, PAGE_SIZE, limits.prefill_chunk)
     num_pages = _num_pages(model, pairs, limits)
     cache = kv_cache.create(model.config, num_pages, PAGE_SIZE, model.cache_dtype)
-    width = pages_for(max(pair.num_inputs for pair in pairs))
+    width = padded(-(-max(pair.num_inputs for pair in pairs) // PAGE_SIZE), MIN_PAGES)
     waiting: collections.deque[tuple[list[Run], jax.Array, jax.Array]] = collections.deque()
     for level in schedule(forest, num_pages, PAGE_SIZE):
         for runs, size in _calls(level, limits):
@@ -158,10 +167,11 @@ def _calls(level: Sequence[Run], limits: Limits) -> Iterator[tuple[list[Run], in
     The last rows go together, whatever their lengths, if that at most doubles their cost: every further shape is one
     more program to compile.
     """
+    gpu = jax.default_backend() == "gpu"
     for from_empty in (True, False):
         rest = [run for run in level if (run.start == 0) == from_empty]
-        rest.sort(key=lambda run: len(run.tokens), reverse=True)
-        sizes = [row_tokens(len(run.tokens), from_empty) for run in rest]
+        rest.sort(key=lambda run: (row_tokens(len(run.tokens), run.start, gpu=gpu), len(run.tokens)), reverse=True)
+        sizes = [row_tokens(len(run.tokens), run.start, gpu=gpu) for run in rest]
         while rest:
             size = sizes[0]
             rows = 1 << (max(1, limits.prefill_tokens // size).bit_length() - 1)
@@ -178,8 +188,11 @@ def _arguments(model: Model, runs: Sequence[Run], size: int, width: int) -> tupl
     tokens = np.zeros((rows, size), np.int32)
     lengths, starts, context_lengths = (np.zeros(rows, np.int32) for _ in range(3))
     page_table = np.full((rows, width), kv_cache.SCRATCH_PAGE, np.int32)
-    head_rows = head_rows_for(model.config, rows * size)
-    places, targets = (np.zeros(-(-rows * size // head_rows) * head_rows, np.int32) for _ in range(2))
+    # Room for a target a token, so that the number of targets makes no program of its own; of many answers to the same
+    # few tokens there are more.
+    num_places = max(rows * size, bucket(sum(len(run.targets.places) for run in runs)))
+    head_rows = head_rows_for(model.config, num_places)
+    places, targets = (np.zeros(-(-num_places // head_rows) * head_rows, np.int32) for _ in range(2))
     count = 0
     for row, run in enumerate(runs):
         tokens[row, : len(run.tokens)] = run.tokens

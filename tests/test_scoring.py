@@ -244,10 +244,12 @@ def test_calls_of_the_same_sizes_share_their_programs(rng: np.random.Generator) 
     assert prefill_targets._cache_size() == compiled
 
 
-def test_rows_are_padded_by_a_third_at_most() -> None:
-    assert [row_tokens(n, False) for n in (1, 16, 17, 33, 47, 49, 65, 97, 129, 385)] == [
-        *(16, 16, 32, 48, 48, 64, 96, 128, 192, 512),
-    ]
+def test_rows_are_padded_to_few_lengths_that_kernels_take() -> None:
+    lengths = (1, 16, 17, 33, 49, 65, 97, 129, 385)
+    assert [row_tokens(n, 0, gpu=False) for n in lengths] == [16, 16, 32, 48, 64, 96, 128, 192, 512]
+    assert [row_tokens(n, 0, gpu=True) for n in lengths] == [64, 64, 64, 64, 64, 128, 128, 192, 512]
+    assert [row_tokens(n, 512, gpu=True) for n in lengths] == [16, 16, 32, 48, 64, 128, 128, 192, 512]
+    assert [row_tokens(n, 4096, gpu=True) for n in lengths] == [64, 64, 64, 64, 64, 128, 128, 192, 512]
 
 
 # --- Wrong and odd

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.config_hf import from_hugging_face
-from jaxinfer.scoring_plan import MERGED_TOKENS, Run, TokenPair, build_forest, rows_for, schedule
+from jaxinfer.scoring_plan import Run, TokenPair, build_forest, rows_for, schedule
 
 PAGE = 4
 LLAMA = from_hugging_face(families.BY_NAME["llama"].config, {}, num_tokens=None, extra_eos=())
@@ -72,14 +72,15 @@ def test_every_token_is_scored_once_after_the_right_tokens(
 
 
 def test_shared_prefixes_are_computed_once(rng: np.random.Generator) -> None:
-    """The issue's shape, smaller: of 512 prompt tokens 31 pages are shared, as the last page ends in a scored token."""
+    """The issue's shape, smaller: 32 pages of a prompt are computed once, and the first token of its answers scored."""
     prompts = rng.integers(0, 1000, (4, 512))
     pairs = [
         TokenPair(tuple(prompts[index % 4].tolist()), tuple(rng.integers(0, 1000, 32).tolist())) for index in range(40)
     ]
     levels = levels_of(pairs, 512, page_size=16, longest_run=2048)
     assert [len(level) for level in levels] == [4, 40]
-    assert num_tokens(levels) == 4 * 496 + 40 * (16 + 31)
+    assert num_tokens(levels) == 4 * 512 + 40 * 31
+    assert [len(run.targets.slots) for run in levels[0]] == [10] * 4
 
 
 def test_sharing_has_levels() -> None:
@@ -88,7 +89,7 @@ def test_sharing_has_levels() -> None:
     pairs = [TokenPair((*header, *question), (answer,) * 3) for question in questions for answer in range(4)]
     levels = levels_of(pairs, 512, longest_run=64)
     assert [len(level) for level in levels] == [1, 5, 20]
-    assert num_tokens(levels) == 64 + 5 * 12 + 20 * (4 + 2)
+    assert num_tokens(levels) == 64 + 5 * 16 + 20 * 2
 
 
 def test_few_common_tokens_are_computed_again() -> None:
@@ -101,11 +102,14 @@ def test_few_common_tokens_are_computed_again() -> None:
 
 
 def test_answers_of_one_token_are_one_row() -> None:
-    pairs = [TokenPair(tuple(range(10)), (answer,)) for answer in range(MERGED_TOKENS + 1)]
-    assert [len(row.targets.slots) for row in rows_for(pairs)] == [MERGED_TOKENS, 1]
+    pairs = [TokenPair(tuple(range(8)), (answer,)) for answer in range(50)]
+    assert [len(row.targets.slots) for row in rows_for(pairs)] == [50]
+    first, second = levels_of([*pairs, TokenPair(tuple(range(9)), (1,))], 9)
+    assert [len(run.targets.slots) for run in first] == [50]  # that row ends with the pages it shares
+    assert [run.tokens.tolist() for run in second] == [[8]]
     same = [TokenPair((1, 2, 3), (4,)), TokenPair((1, 2), (3, 4)), TokenPair((1, 2, 3), (4,))]
     (row,) = rows_for(same)  # also where contexts end at different places
-    assert row.num_unscored == 1
+    assert row.num_context == 2
     assert row.targets.slots.tolist() == [0, 1, 2, 3]
     assert row.targets.places.tolist() == [2, 1, 2, 2]
 
