@@ -72,7 +72,7 @@ class Attention:
 
 
 DOT8, _ = triton_tuning.DOT[8]
-GEMV, _ = triton_tuning.GEMV
+GEMV, _ = triton_tuning.EXACT[4]
 CASES: list[Product | Attention] = [
     Product(1, *UP, 10.8),
     Product(8, *UP, 11.5),

@@ -26,17 +26,33 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def compile_for(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes jax-triton compile for a card that is not there, which needs the CUDA plugin of JAX but no GPU."""
+BLOCK_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+"""Shared memory that a block can have, by compute capability."""
+
+
+def compile_for(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes jax-triton compile for a card that is not there, which needs the CUDA plugin of JAX but no GPU.
+
+    The list that it gives grows by the shared memory of every kernel that is compiled.
+    """
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         pytest.skip("needs the CUDA build of JAX: pip install jaxinfer[cuda13]")
     import jax_triton
 
+    library = jax_triton.triton_lib.triton_kernel_call_lib
+    kernel, shared_bytes = library.TritonKernel, []
+
+    def record(name: str, num_warps: int, num_ctas: int, shared: int, *rest: Any) -> Any:
+        shared_bytes.append(shared)
+        return kernel(name, num_warps, num_ctas, shared, *rest)
+
+    monkeypatch.setattr(library, "TritonKernel", record)
     call = functools.partial(jax_triton.triton_call, compute_capability=capability)
     monkeypatch.setattr(jax_triton, "triton_call", call)
     monkeypatch.setattr(triton_backend, "multiprocessors", lambda: 108)
     monkeypatch.setattr(triton_backend, "capability", lambda: f"{capability // 10}.{capability % 10}")
     jax.clear_caches()
+    return shared_bytes
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pallas_kernels import triton_backend
 from pallas_kernels.paged_attention import paged_attention, triton_attention
 from pallas_kernels.paged_attention.triton_attention import Schedule, schedule_for
 from tests import paged_attention_cases as cases
-from tests.interpreted_triton import compile_for, interpreter, needs_triton
+from tests.interpreted_triton import BLOCK_BYTES, compile_for, interpreter, needs_triton
 from tests.paged_attention_cases import Case
 
 TAKEN = [case for case in CASES if case.kv != "int4"]
@@ -78,12 +78,13 @@ def test_kernels_interpreted(interpreted, case: Case, splits: int, dtype: type) 
     ids=lambda case: f"{case.tokens}x{case.head_dim}{case.kv}",
 )
 def test_compiles_for(capability: int, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through jax-triton down to PTX."""
+    """Through jax-triton down to PTX, within the shared memory that a block can have."""
     if case.kv == "float8_e4m3fn" and capability < 89:
         pytest.skip("the card has no float8")
-    compile_for(capability, monkeypatch)
+    shared_bytes = compile_for(capability, monkeypatch)
     run = functools.partial(triton_attention.paged_attention, **options_of(case))
     assert cases.lower_for_cuda(run, *inputs_of(cases.make(case))).count("@triton_kernel_call") == 2
+    assert max(shared_bytes) <= BLOCK_BYTES[capability]
 
 
 @pytest.mark.parametrize(

@@ -125,15 +125,15 @@ def int4_matmul_dot(
     codes are unpacked. Scales enter once a segment (the part of a tile that shares a group), on the float32 sums.
     Writes [SPLITS, M, N].
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # first: blocks that share weights run together
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
     first = split * TILES // SPLITS
     last = (split + 1) * TILES // SPLITS
     inputs = tl.arange(0, WIDTH)
-    codes = tile_pointers(codes_ptr, tl.minimum(n, PADDED - 1), TILES, WIDTH)
-    rows = x_ptr + m.to(tl.int64)[None, :] * K + inputs[:, None]
     n_stored = tl.minimum(n, PADDED - 1)
+    codes = tile_pointers(codes_ptr, n_stored, TILES, WIDTH)
+    rows = x_ptr + m.to(tl.int64)[None, :] * K + inputs[:, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

@@ -79,7 +79,7 @@ def _fused(x: jax.Array, w: PackedInt4, *, schedule: Schedule, out_dtype: jnp.dt
         kernel, grid, constants = triton_kernels.int4_matmul_gemv, (columns, schedule.splits), {}
     else:
         kernel, constants = triton_kernels.int4_matmul_dot, {"BLOCK_M": schedule.block_m}
-        grid = (columns, schedule.splits, -(-rows // schedule.block_m))
+        grid = (-(-rows // schedule.block_m), columns, schedule.splits)
     (sums,) = triton_backend.call(
         kernel,
         x,

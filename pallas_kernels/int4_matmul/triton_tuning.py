@@ -28,16 +28,20 @@ class Schedule:
         return "dot" if self.block_m else "gemv"
 
 
-# By the most rows: block_n, block_m, warps, stages, bytes of shared memory. The kernel without tensor cores takes 4.7
-# instructions a code against 2.4 (counted in the machine code), but multiplies float32 rows exactly and at full speed.
+# By the most rows: block_n, block_m, warps, stages, bytes of shared memory.
 DOT: dict[int, tuple[Schedule, int]] = {
     8: (Schedule(128, 8, 4, 4), 33 << 10),
     16: (Schedule(128, 16, 4, 4), 41 << 10),
     32: (Schedule(128, 32, 4, 3), 41 << 10),
     64: (Schedule(128, 64, 8, 3), 74 << 10),
 }
-GEMV = (Schedule(128, 0, 4, 3), 19 << 10)
-GEMV_ROWS = 4
+# The kernel without tensor cores takes 4.7 instructions a code against 2.4 (counted in the machine code), but for
+# float32 rows tensor cores need three products for one, and 64 such rows more than the 99 KB that a block can have.
+EXACT: dict[int, tuple[Schedule, int]] = {
+    4: (Schedule(128, 0, 4, 3), 19 << 10),
+    16: (Schedule(128, 16, 4, 4), 54 << 10),
+    32: (Schedule(128, 32, 4, 3), 58 << 10),
+}
 
 SHARED_BYTES = {"8.0": 164 << 10, "8.6": 100 << 10, "8.7": 164 << 10, "8.9": 100 << 10, "9.0": 228 << 10}
 """Shared memory of a multiprocessor by compute capability; of what is not listed at least 100 KB are assumed."""
@@ -54,10 +58,8 @@ def schedule_for(
 
     Blocks that share an output feature split its inputs until all multiprocessors have their blocks at once.
     """
-    if exact and rows <= GEMV_ROWS:
-        schedule, shared = GEMV
-    else:
-        schedule, shared = DOT[next((most for most in DOT if rows <= most), max(DOT))]
+    table = EXACT if exact else DOT
+    schedule, shared = table[next((most for most in table if rows <= most), max(table))]
     resident = max(1, min(MOST_BLOCKS * 4 // schedule.warps, SHARED_BYTES.get(capability, 100 << 10) // shared))
     row_blocks = -(-rows // schedule.block_m) if schedule.block_m else 1
     blocks = -(-out_features // schedule.block_n) * row_blocks
