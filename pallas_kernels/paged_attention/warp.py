@@ -15,82 +15,10 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf
 
-
-def _type(name: str) -> ir.Type:
-    if name == "f32":
-        return ir.F32Type.get()
-    return ir.IntegerType.get_signless({"i1": 1, "i32": 32, "i64": 64}[name])
+from pallas_kernels.paged_attention.words import Value, WordInstructions, Words, ir_type
 
 
-class Value:
-    """A per-lane scalar with the arithmetic of its type."""
-
-    __slots__ = ("ir",)
-
-    def __init__(self, value: Any):  # an ir.Value; the name is taken by the attribute inside the class
-        self.ir = value
-
-    @property
-    def is_float(self) -> bool:
-        return isinstance(self.ir.type, ir.FloatType)
-
-    def _operand(self, other: Any) -> Any:
-        if isinstance(other, Value):
-            return other.ir
-        return mgpu_utils.c(float(other) if self.is_float else int(other), self.ir.type)
-
-    def _binary(self, other: Any, on_int: Callable, on_float: Callable | None, swap: bool = False) -> "Value":
-        left, right = self.ir, self._operand(other)
-        if swap:
-            left, right = right, left
-        emit = on_float if self.is_float else on_int
-        if emit is None:
-            raise TypeError(f"operation is not defined for {self.ir.type}")
-        return Value(emit(left, right))
-
-    def __add__(self, other: Any) -> "Value":
-        return self._binary(other, arith.addi, arith.addf)
-
-    def __sub__(self, other: Any) -> "Value":
-        return self._binary(other, arith.subi, arith.subf)
-
-    def __rsub__(self, other: Any) -> "Value":
-        return self._binary(other, arith.subi, arith.subf, swap=True)
-
-    def __mul__(self, other: Any) -> "Value":
-        return self._binary(other, arith.muli, arith.mulf)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __floordiv__(self, other: Any) -> "Value":
-        return self._binary(other, arith.divui, None)
-
-    def __mod__(self, other: Any) -> "Value":
-        return self._binary(other, arith.remui, None)
-
-    def __and__(self, other: Any) -> "Value":
-        return self._binary(other, arith.andi, None)
-
-    def _compare(self, other: Any, on_int: Any, on_float: Any) -> "Value":
-        right = self._operand(other)
-        if self.is_float:
-            return Value(arith.cmpf(on_float, self.ir, right))
-        return Value(arith.cmpi(on_int, self.ir, right))
-
-    def __lt__(self, other: Any) -> "Value":
-        return self._compare(other, arith.CmpIPredicate.slt, arith.CmpFPredicate.OLT)
-
-    def __le__(self, other: Any) -> "Value":
-        return self._compare(other, arith.CmpIPredicate.sle, arith.CmpFPredicate.OLE)
-
-    def __gt__(self, other: Any) -> "Value":
-        return self._compare(other, arith.CmpIPredicate.sgt, arith.CmpFPredicate.OGT)
-
-
-Words = tuple[Value, ...]
-
-
-class Warp:
+class Warp(WordInstructions):
     """Emits one warp's instructions at MLIR's current insertion point.
 
     `smem` is the base of this block's shared memory scratch; addresses passed to the shared-memory methods are byte
@@ -99,7 +27,7 @@ class Warp:
 
     def __init__(self, smem: ir.Value):
         self._smem = mgpu_utils.memref_ptr(smem)
-        thread = Value(arith.index_cast(_type("i32"), gpu.thread_id(gpu.Dimension.x)))
+        thread = Value(arith.index_cast(ir_type("i32"), gpu.thread_id(gpu.Dimension.x)))
         self.thread = thread
         self.lane = thread % 32
         # A shuffle makes the warp index provably uniform, so branches and addresses that hang on it stay uniform.
@@ -111,11 +39,11 @@ class Warp:
         return Value(value.registers.item())
 
     def const(self, value: int | float, kind: str = "f32") -> Value:
-        return Value(mgpu_utils.c(value, _type(kind)))
+        return Value(mgpu_utils.c(value, ir_type(kind)))
 
     def wide(self, value: Value) -> Value:
         """int32 -> int64, for offsets into arrays of more than 2**31 elements."""
-        return Value(arith.extui(_type("i64"), value.ir))
+        return Value(arith.extui(ir_type("i64"), value.ir))
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         return Value(arith.select(condition.ir, a.ir, b.ir))
@@ -143,83 +71,7 @@ class Warp:
         return self._unary("rcp.rn.f32", x)
 
     def _unary(self, instruction: str, x: Value) -> Value:
-        return Value(mgpu_utils.inline_ptx(f"{instruction} $0, $1;", x.ir, result_types=_type("f32")))
-
-    # Bits: a word is an int32 that holds two bfloat16 or float16, the lower index in the lower half, or four bytes
-    def pack_bf16(self, low: Value, high: Value) -> Value:
-        return self._word("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high)
-
-    def pack_f16(self, low: Value, high: Value) -> Value:
-        return self._word("cvt.rn.f16x2.f32 $0, $2, $1;", low, high)
-
-    def unpack_bf16(self, word: Value) -> Words:
-        bits = (arith.shli(word.ir, mgpu_utils.c(16, _type("i32"))), (word & -65536).ir)
-        return tuple(Value(llvm.bitcast(_type("f32"), b)) for b in bits)
-
-    def unpack_f16(self, word: Value) -> Words:
-        ptx = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
-        got = mgpu_utils.inline_ptx(ptx, word.ir, result_types=[_type("f32")] * 2)
-        return tuple(Value(v) for v in got)
-
-    # Codes. float16 1024 + n has n in its low bits, so a byte is a float16 with one permute and one subtraction.
-    def int8_to_f16(self, word: Value) -> Words:
-        """Four int8 as two words of float16."""
-        return self.uint8_to_f16(self._word("xor.b32 $0, $1, 0x80808080;", word), 128)
-
-    def uint8_to_f16(self, word: Value, bias: int) -> Words:
-        """Four uint8 minus `bias` as two words of float16."""
-        magic = mgpu_utils.c(0x64646464, _type("i32"))
-        base = 0x6400 + bias  # 1024 + bias
-        pairs = (self._permute(word, Value(magic), selector) for selector in (0x4140, 0x4342))
-        subtract = f"{{ .reg .b32 t; mov.b32 t, {base << 16 | base:#x}; sub.f16x2 $0, $1, t; }}"
-        return tuple(self._word(subtract, pair) for pair in pairs)
-
-    def e4m3_to_f16(self, word: Value) -> Words:
-        """Four float8_e4m3fn as two words of float16."""
-        ptx = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 $0, HALF; }"
-        return tuple(self._word(ptx.replace("HALF", half), word) for half in ("l", "h"))
-
-    def nibbles(self, word: Value) -> Words:
-        """The lower and the upper halves of four bytes, as four bytes each."""
-        upper = Value(arith.shrui(word.ir, mgpu_utils.c(4, _type("i32"))))
-        return word & 0x0F0F0F0F, upper & 0x0F0F0F0F
-
-    def interleave(self, a: Value, b: Value, pair: int) -> Value:
-        """Bytes a0 b0 a1 b1 (pair 0) or a2 b2 a3 b3 (pair 1)."""
-        return self._permute(a, b, (0x5140, 0x7362)[pair])
-
-    def pack_int8(self, values: Sequence[Value]) -> Value:
-        """Four float32 rounded to the nearest even int8, NaN as 0."""
-        ptx = (
-            "{ .reg .b32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3; "
-            "cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }"
-        )
-        return self._word(ptx, *values)
-
-    def pack_e4m3(self, values: Sequence[Value]) -> Value:
-        """Four float32 rounded to the nearest even float8_e4m3fn."""
-        ptx = (
-            "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; "
-            "mov.b32 $0, {l, h}; }"
-        )
-        return self._word(ptx, *values)
-
-    def _word(self, ptx: str, *operands: Value) -> Value:
-        return Value(mgpu_utils.inline_ptx(ptx, *[x.ir for x in operands], result_types=_type("i32")))
-
-    def upper_half(self, word: Value) -> Value:
-        """The upper half as the lower one."""
-        return Value(arith.shrui(word.ir, mgpu_utils.c(16, _type("i32"))))
-
-    def low_halves(self, a: Value, b: Value) -> Value:
-        return self._permute(a, b, 0x5410)
-
-    def high_halves(self, a: Value, b: Value) -> Value:
-        return self._permute(a, b, 0x7632)
-
-    def _permute(self, a: Value, b: Value, selector: int) -> Value:
-        ptx = f"prmt.b32 $0, $1, $2, {selector:#x};"
-        return Value(mgpu_utils.inline_ptx(ptx, a.ir, b.ir, result_types=_type("i32")))
+        return Value(mgpu_utils.inline_ptx(f"{instruction} $0, $1;", x.ir, result_types=ir_type("f32")))
 
     # Between lanes
     def shuffle_xor(self, x: Value, mask: int) -> Value:
@@ -227,7 +79,7 @@ class Warp:
 
     def shuffle(self, x: Value, source_lane: Value) -> Value:
         """x of lane `source_lane`, which may differ from lane to lane."""
-        i32 = _type("i32")
+        i32 = ir_type("i32")
         every = mgpu_utils.c(0xFFFFFFFF, i32)
         bits = llvm.bitcast(i32, x.ir)
         got = nvvm.shfl_sync(every, bits, source_lane.ir, mgpu_utils.c(0x1F, i32), nvvm.ShflKind.idx)
@@ -240,7 +92,7 @@ class Warp:
             "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
         )
         operands = [v.ir for v in (*a, *b, *acc)]
-        return tuple(Value(v) for v in mgpu_utils.inline_ptx(ptx, *operands, result_types=[_type("f32")] * 4))
+        return tuple(Value(v) for v in mgpu_utils.inline_ptx(ptx, *operands, result_types=[ir_type("f32")] * 4))
 
     # Memory
     def load_words(self, ref: ir.Value, offset: Value, count: int, predicate: Value) -> Words:
@@ -280,7 +132,7 @@ class Warp:
         ptx += f"{braces}, [${count} + {constant}];"
         # Early-clobber outputs: they are written before the address is read.
         constraint = "=&f" if kind == "f32" else "=&r"
-        result_type = _type("f32" if kind == "f32" else "i32")
+        result_type = ir_type("f32" if kind == "f32" else "i32")
         struct = llvm.StructType.get_literal([result_type] * count) if count > 1 else result_type
         # Side effects keep a prefetch where it was written: LLVM may otherwise sink it to its first use.
         result = llvm.inline_asm(
@@ -313,9 +165,9 @@ class Warp:
         mgpu_utils.inline_ptx("st.global.f32 [$0], $1;", address, value.ir, predicate=predicate.ir)
 
     def _address(self, ref: ir.Value, offset: Value, size: int) -> ir.Value:
-        if offset.ir.type != _type("i64"):
+        if offset.ir.type != ir_type("i64"):
             offset = self.wide(offset)
-        base = llvm.ptrtoint(_type("i64"), mgpu_utils.memref_ptr(ref))
+        base = llvm.ptrtoint(ir_type("i64"), mgpu_utils.memref_ptr(ref))
         return arith.addi(base, (offset * size).ir)
 
     def shared_load(self, address: Value, count: int, kind: str) -> Words:
@@ -324,7 +176,7 @@ class Warp:
         vector, names = (f".v{count}", f"{{{names}}}") if count > 1 else ("", names)
         ptx = f"ld.shared{vector}.{'f32' if kind == 'f32' else 'b32'} {names}, [${count}];"
         address_ir = arith.addi(self._shared_base(), address.ir)
-        got = mgpu_utils.inline_ptx(ptx, address_ir, result_types=[_type(kind)] * count, has_side_effects=True)
+        got = mgpu_utils.inline_ptx(ptx, address_ir, result_types=[ir_type(kind)] * count, has_side_effects=True)
         return tuple(Value(v) for v in got)
 
     def shared_store(
@@ -334,7 +186,7 @@ class Warp:
         base, space = self._shared_base(), "shared"
         if block is not None:
             mapa = "mapa.shared::cluster.u32 $0, $1, $2;"
-            base = mgpu_utils.inline_ptx(mapa, base, block.ir, result_types=_type("i32"))
+            base = mgpu_utils.inline_ptx(mapa, base, block.ir, result_types=ir_type("i32"))
             space = "shared::cluster"
         suffix = "f32" if values[0].is_float else "b32"
         names = ", ".join(f"${i + 1}" for i in range(len(values)))
@@ -344,7 +196,7 @@ class Warp:
         mgpu_utils.inline_ptx(ptx, *operands, predicate=None if predicate is None else predicate.ir)
 
     def _shared_base(self) -> ir.Value:
-        return llvm.ptrtoint(_type("i32"), self._smem)
+        return llvm.ptrtoint(ir_type("i32"), self._smem)
 
     # Control
     def loop(self, count: Value, carry: Sequence[Value], body: Callable[[Value, Words], Sequence[Value]]) -> Words:
