@@ -51,16 +51,21 @@ class Engine(EngineCore):
         *,
         request_id: str | None = None,
         callback: Callback | None = None,
+        arrived: float | None = None,
     ) -> str:
         """Queues a request and returns its id, which every `Delta` of it carries. Nothing runs before `step`.
 
         `callback` is called with each delta of the request, which `step` returns all the same. If it raises, this
         request ends with finish reason "error" and the exception as `stop_reason`. Raises ValueError for a bad prompt
-        or parameter, RequestTooLong, DuplicateRequest for an id that is in use, EngineClosed.
+        or parameter, RequestTooLong, DuplicateRequest for an id that is in use, EngineClosed. Latencies are measured
+        from `arrived`, a value of `time.perf_counter()`; by default from now.
         """
         with self._lock:
             requests = self._checked([prompt], params)
-            return self._enqueue(requests, request_id, interactive=True, callback=callback).request_id
+            job = self._enqueue(requests, request_id, interactive=True, callback=callback)
+            for clock in job.clocks:
+                clock.submitted = clock.submitted if arrived is None else arrived
+            return job.request_id
 
     def step(self) -> list[Delta]:
         """Dispatches the next round of work, reads what came back, and returns the news of submitted requests.

@@ -1,0 +1,65 @@
+"""`jaxinfer bench MODEL`: serves a workload with the engine and prints latencies, rates and how full everything was."""
+
+import argparse
+import dataclasses
+import sys
+
+from tqdm import tqdm
+
+from jaxinfer.cli.options import json_line
+from jaxinfer.engine.config import EngineConfig
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.workload import random_workload, read_workload, replay
+from jaxinfer.model import load
+from jaxinfer.sampling_params import SamplingParams
+
+
+def run(options: argparse.Namespace) -> int:
+    """Loads, warms up, replays, prints."""
+    params = SamplingParams(temperature=options.temperature, ignore_eos=True, seed=options.seed)
+    if not (options.rate > 0 and options.requests > 0):
+        raise ValueError(f"--rate {options.rate} and --requests {options.requests}; both must be above 0")
+    config = EngineConfig(
+        max_decode_batch=options.max_decode_batch,
+        max_prefill_tokens=options.max_prefill_tokens,
+        max_context=options.max_context,
+        decode_chunk=options.decode_chunk,
+        decode_stall_ms=options.decode_stall_ms,
+        policy=options.policy,
+        prefix_cache=not options.no_prefix_cache,
+        sampling=(params,),
+    )
+    shown = sys.stderr.isatty() and not options.quiet
+    random_weights = {} if options.random_weights is None else {"random_weights": options.random_weights}
+    model = load(options.model, dtype=options.dtype, progress=shown, **random_weights)
+    if options.workload is not None:
+        arrivals = read_workload(options.workload, model, params)
+    else:
+        arrivals = random_workload(
+            model.config.num_tokens,
+            num_requests=options.requests,
+            rate=options.rate,
+            prompt_tokens=_bounds("--prompt-tokens", options.prompt_tokens),
+            output_tokens=_bounds("--output-tokens", options.output_tokens),
+            params=params,
+            seed=options.seed,
+        )
+    with Engine(model, config) as engine:
+        if not options.no_warmup:
+            engine.warmup(progress=shown)
+        engine.reset_metrics()
+        total = sum(arrival.params.n for arrival in arrivals)
+        with tqdm(total=total, unit="completion", desc="Serving", disable=not shown, leave=False) as bar:
+            replay(engine, arrivals, bar.update)
+        metrics = engine.metrics()
+        if options.timeline is not None:
+            engine.plot_timeline(options.timeline)
+    print(json_line(dataclasses.asdict(metrics)) if options.json else metrics)
+    return 0
+
+
+def _bounds(name: str, pair: list[int]) -> tuple[int, int]:
+    low, high = pair
+    if not 1 <= low <= high:
+        raise ValueError(f"{name} {low} {high}: expected two lengths of at least 1, the smaller first")
+    return low, high

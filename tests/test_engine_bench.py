@@ -1,0 +1,117 @@
+"""Workloads, their replay, and `jaxinfer bench`."""
+
+import json
+import math
+import pathlib
+import time
+
+import engine_cases as cases
+import markov
+import pytest
+
+from jaxinfer.cli import main
+from jaxinfer.engine.workload import Arrival, random_workload, read_workload, replay
+from jaxinfer.sampling_params import SamplingParams
+
+
+def test_random_workload_is_the_same_for_the_same_seed() -> None:
+    def draw(seed: int, rate: float = 50.0) -> list[Arrival]:
+        return random_workload(
+            96,
+            num_requests=400,
+            rate=rate,
+            prompt_tokens=(3, 5),
+            output_tokens=(7, 7),
+            params=SamplingParams(temperature=0.5),
+            seed=seed,
+        )
+
+    arrivals = draw(1)
+    assert arrivals == draw(1) != draw(2)
+    assert {len(arrival.prompt) for arrival in arrivals} == {3, 4, 5}
+    assert {arrival.params for arrival in arrivals} == {SamplingParams(temperature=0.5, max_tokens=7)}
+    times = [arrival.seconds for arrival in arrivals]
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(400 / 50, rel=0.2)  # the standard deviation is a twentieth
+    assert {arrival.seconds for arrival in draw(1, math.inf)} == {0.0}
+
+
+def test_replay_submits_when_it_is_time_and_counts_from_then(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "workload.jsonl"
+    lines = [
+        {"token_ids": cases.prompt(4, 12), "arrival": 0.3, "params": {"max_tokens": 20}},
+        {"prompt_tokens": 9},
+        {"prompt": "<3>|<5>", "params": {"max_tokens": 2}},
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    arrivals = read_workload(path, cases.model(), cases.params(max_tokens=5))
+    assert [arrival.seconds for arrival in arrivals] == [0.0, 0.0, 0.3]
+    with cases.engine() as engine:
+        heard: list[int] = []
+        start = time.perf_counter()
+        assert replay(engine, arrivals, heard.append) == dict.fromkeys("012", "length")
+        assert time.perf_counter() - start >= 0.3
+        metrics = engine.metrics()
+        assert sum(heard) == 3 and metrics.output_tokens == 20 + 5 + 2
+        # As if everything had come ten seconds ago: the latencies know.
+        engine.reset_metrics()
+        engine.submit(cases.prompt(5), cases.params(), arrived=time.perf_counter() - 10)
+        while engine.has_work:
+            engine.step()
+        assert engine.metrics().time_to_first_token.mean > 10
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ('{"text": "a"}', "line 2: expected an object with one of prompt, token_ids, prompt_tokens"),
+        ('{"prompt": "a", "token_ids": [1]}', "line 2: expected an object with one of"),
+        ('{"prompt": 3}', "line 2: prompt is a string, token_ids a list of integers"),
+        ('{"prompt_tokens": 0}', "line 2: prompt is a string, token_ids a list"),
+        ('{"prompt": "a", "arrival": -1}', "line 2: arrival is -1; expected seconds from 0 on"),
+        ('{"prompt": "a", "params": {"top_q": 1}}', "line 2: no sampling field 'top_q'"),
+        ('{"prompt": "a", "params": 3}', "line 2: params is 3; expected an object"),
+    ],
+    ids=str,
+)
+def test_bad_lines_are_named(tmp_path: pathlib.Path, line: str, message: str) -> None:
+    path = tmp_path / "workload.jsonl"
+    path.write_text('{"prompt_tokens": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_workload(path, cases.model(), cases.params())
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds no requests; give one JSON object a line"):
+        read_workload(path, cases.model(), cases.params())
+
+
+def test_command_prints_a_table_and_json(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = markov.save(tmp_path / "model", {0: 1})
+    sizes = ["--max-decode-batch", "1", "--max-prefill-tokens", "64", "--max-context", "64", "--requests", "3"]
+    lengths = ["--prompt-tokens", "2", "9", "--output-tokens", "5", "5", "--rate", "100"]
+    assert main(["bench", str(folder), *sizes, *lengths, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["submitted"], record["finished"], record["output_tokens"]) == (3, {"length": 3}, 15)
+    assert record["compilations_after_warmup"] == 0
+    assert record["time_per_output_token"]["p95"] > 0
+    picture = tmp_path / "timeline.png"
+    assert main(["bench", str(folder), *sizes, *lengths, "--policy", "mixed", "--timeline", str(picture)]) == 0
+    assert "time per output token, ms" in capsys.readouterr().out and picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rate", "0"], "--rate 0.0 and --requests 64; both must be above 0"),
+        (["--prompt-tokens", "9", "2"], "--prompt-tokens 9 2: expected two lengths of at least 1"),
+        (["--workload", "none.jsonl"], "none.jsonl: No such file"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_one_line(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    folder = markov.save(tmp_path / "model", {0: 1})
+    assert main(["bench", str(folder), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
