@@ -43,7 +43,15 @@ from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
 from pallas_kernels import dispatch
 
-program, batch, kv = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+program, batch, kv, backend = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+if backend == "triton":
+    import functools, jax_triton
+    from pallas_kernels import triton_backend
+
+    jax_triton.triton_call = functools.partial(jax_triton.triton_call, compute_capability=90)
+    triton_backend.refusal = lambda: None
+    triton_backend.multiprocessors, triton_backend.capability = lambda: 132, lambda: "9.0"
+    os.environ["JAXINFER_KERNELS"] = "triton"
 for module in list(sys.modules.values()):
     if getattr(module, "hopper_refusal", None) is dispatch.hopper_refusal and module is not dispatch:
         module.hopper_refusal = lambda: None
@@ -94,7 +102,7 @@ print(json.dumps({
     "aliased": memory.alias_size_in_bytes,
     "temporary": memory.temp_size_in_bytes,
     "copies": len(re.findall(rf"= \\w+{shape}\\S* copy\\(", compiled.as_text())),
-    "kernels": compiled.as_text().count("mosaic_gpu_v2"),
+    "kernels": len(re.findall(r'custom_call_target="(?:mosaic_gpu_v2|triton_kernel_call)', compiled.as_text())),
 }))
 """
 
@@ -109,9 +117,23 @@ QUANTISED = [("decode_chunk", "int8"), ("verify", "float8_e4m3fn"), ("prefill", 
     + [(program, 8, kv) for program, kv in QUANTISED],
 )
 def test_cache_is_updated_in_place(program: str, batch: int, kv: str) -> None:
+    kernels = check_program(program, batch, kv, "mosaic")
+    assert kernels == (3 if program in ("decode_chunk", "decode", "verify") else 0)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_triton") is None, reason="needs the optional extra: pip install jaxinfer[triton]"
+)
+@pytest.mark.parametrize(("program", "kv"), [("decode_chunk", "bfloat16"), ("verify", "int8")])
+def test_cache_is_updated_in_place_with_triton(program: str, kv: str) -> None:
+    assert check_program(program, 8, kv, "triton") == 6  # three layers, splits and their merge
+
+
+def check_program(program: str, batch: int, kv: str, backend: str) -> int:
+    """Compiles a program and checks what it does with the cache; gives the number of our kernels in it."""
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "JAXINFER_COMPILATION_CACHE": "off"}
     answer = subprocess.run(
-        [sys.executable, "-c", COMPILE, program, str(batch), kv],
+        [sys.executable, "-c", COMPILE, program, str(batch), kv, backend],
         input=H200,
         env=environment,
         capture_output=True,
@@ -123,4 +145,4 @@ def test_cache_is_updated_in_place(program: str, batch: int, kv: str) -> None:
     assert facts["copies"] == 0
     assert facts["aliased"] >= facts["pools"]
     assert facts["temporary"] < facts["pools"] / 8
-    assert facts["kernels"] == (3 if program in ("decode_chunk", "decode", "verify") else 0)
+    return facts["kernels"]
