@@ -69,7 +69,7 @@ def run(recorder: Recorder, rate: float, rows: int, shape: str, schedule: WideSc
     error = float(jnp.linalg.norm(first.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
     same = all(bool(jnp.array_equal(first, product(weights[0], x))) for _ in range(3))
     s = schedule
-    name = f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.cluster}c{s.stages}d"
+    name = f"{s.tokens}t{s.teams}x{s.warpgroups}x{s.tiles} {s.slices}s{s.cluster}c{s.stages}d"
     right = same and error < 1e-2
     note = f"{rows} {shape} {name}: error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'}"
     note += "" if right else " WRONG"

@@ -60,6 +60,8 @@ def error(out: np.ndarray, x: np.ndarray, weight: PackedInt4, dtype: type = np.f
         (33, 264, 640, -1, "minimum", WideSchedule(40, 1, 2, slices=2, cluster=2, stages=2, blocks=4)),
         (33, 1030, 256, 256, "zero_point", WideSchedule(40, tiles=2, slices=2, cluster=4, stages=2, blocks=4)),
         (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8)),
+        (9, 72, 904, 128, "zero_point", WideSchedule(16, warpgroups=1, teams=2, stages=3, blocks=1)),
+        (9, 150, 700, 32, "minimum", WideSchedule(8, 1, 2, slices=2, cluster=2, teams=2, stages=4, blocks=2)),
     ],
 )
 def test_kernel_on_simulated_warps(rows, out_features, in_features, group_size, kind, schedule) -> None:

@@ -15,18 +15,21 @@ WIDE_ROWS = 17
 DEQUANTIZED_ROWS = 4096
 """From how many rows on cuBLAS is faster, even after a pass that unpacks the weight."""
 CLUSTERS = (1, 2, 4)
+SHAPES = ((1, 64, 2), (1, 64, 1), (1, 128, 1), (2, 64, 1), (2, 128, 1))
+"""Tiles, most tokens, and teams for which there are registers."""
 MEASURED: dict[tuple[int, int, int], WideSchedule] = {}
 """By rows, in_features and out_features: the fastest schedule of those tried on an H200 (docs/kernels.md)."""
 
-# The card, per clock of 1.7 GHz: bytes from memory, from L2, and into one multiprocessor.
-CLOCK = 1.7e9
+# The card, per clock of 1.75 GHz: bytes from memory, from L2, and into one multiprocessor.
+CLOCK = 1.75e9
 MEMORY, L2, INGEST = 4.39e12 / CLOCK, 5.0e12 / CLOCK, 50.0
 START, PART = 2500.0, 700.0
 """Clocks until the first product, and from one part to the next."""
-UNPACK = 180.0
-"""Instructions of a warp for 64 features and 128 inputs."""
-REDUCTION = 1.2e-6
-"""Seconds of a kernel that adds slices, beside its traffic."""
+WAIT, UNPACK, ALONE, MULTIPLY = 130.0, 570.0, 300.0, 4.2
+"""Clocks of a warpgroup for a stage, from a fit to measurements: until its words are there; to unpack 64 features,
+with another warpgroup beside it and if nothing but the arithmetic units limits both; to multiply them by a token."""
+REDUCTION, REDUCED = 1.0e-6, 3.5e12
+"""Seconds of a kernel that adds slices, and the bytes that it reads in one."""
 
 
 def wide_schedule(rows: int, weight: PackedInt4, device_kind: str = "NVIDIA H200") -> WideSchedule:
@@ -58,8 +61,11 @@ def resident(cluster: int, multiprocessors: int) -> int:
 def _candidates(plan: WidePlan, multiprocessors: int) -> list[WidePlan | None]:
     slices = [s for s in (1, 2, 3, 4, 6, 8, 12, 16) if s <= plan.steps]
     return [
-        _fitted(plan, WideSchedule(_even(plan.rows, most), 2, tiles, s, c, blocks=resident(c, multiprocessors)))
-        for (tiles, most), s, c in itertools.product(((1, 64), (1, 128), (2, 64), (2, 128)), slices, CLUSTERS)
+        _fitted(
+            plan, WideSchedule(_even(plan.rows, most), 2, tiles, s, c, blocks=resident(c, multiprocessors), teams=n)
+        )
+        for (tiles, most, n), s, c in itertools.product(SHAPES, slices, CLUSTERS)
+        if n * s <= plan.steps
     ]
 
 
@@ -72,8 +78,8 @@ def _even(rows: int, most: int) -> int:
 def _fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
     """The plan with as many stages as shared memory has room for; None if there are less than three."""
     fitted = dataclasses.replace(plan, schedule=schedule)
-    lines = schedule.warpgroups * fitted.lines_bytes
-    stages = min(10, (BLOCK_SHARED_BYTES - lines) // (fitted.stage_bytes + 16))
+    rest = schedule.warpgroups * (fitted.lines_bytes + fitted.sums_bytes)
+    stages = min(10, (BLOCK_SHARED_BYTES - rest) // (fitted.stage_bytes + 16))
     if stages < 3:
         return None
     return dataclasses.replace(fitted, schedule=dataclasses.replace(schedule, stages=stages))
@@ -85,19 +91,18 @@ def predicted_seconds(plan: WidePlan) -> float:
     tiles = schedule.warpgroups * schedule.tiles
     active = plan.clusters * schedule.cluster
     weights = plan.stage_bytes - plan.x_bytes
-    costs = sorted(
-        (
-            tiles * 8 * max(schedule.tokens / 2, 16.0),  # tensor cores
-            tiles * UNPACK,  # four schedulers, a warp of each warpgroup on each
-            plan.stage_bytes / INGEST,
-            (plan.x_bytes / schedule.cluster + weights) * active / L2,
-        )
+    costs = (
+        (WAIT + schedule.tiles * (UNPACK + MULTIPLY * schedule.tokens)) / schedule.teams,
+        tiles * 8 * max(schedule.tokens / 2, 16.0),  # tensor cores
+        schedule.tiles * ALONE,
+        plan.stage_bytes / INGEST,
+        (plan.x_bytes / schedule.cluster + weights) * active / L2,
     )
-    stage = costs[-1] + 0.2 * sum(costs[:-1])
+    stage = 0.9 * max(costs) + 0.1 * sum(costs)  # they get in each other's way
     rounds, steps = -(-plan.parts // plan.clusters), -(-plan.steps // schedule.slices)
     clocks = START + rounds * (steps * stage + PART)
     from_memory = START + weights * plan.steps * plan.strips / plan.block_strips / MEMORY
     seconds = max(clocks, from_memory) / CLOCK
     if schedule.slices > 1:
-        seconds += REDUCTION + 8 * schedule.slices * plan.rows * plan.out_features / 4.5e12
+        seconds += REDUCTION + 4 * schedule.slices * plan.rows * plan.out_features / REDUCED
     return seconds
