@@ -242,11 +242,27 @@ def test_unpacking_on_the_gpu(out_features: int, in_features: int, group_size: i
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cluster", [1, 2, 4])
-@pytest.mark.parametrize(("tiles", "tokens_at_once"), [(1, 64), (1, 128), (2, 64), (2, 128)])
-def test_schedules_on_the_gpu(cluster: int, tiles: int, tokens_at_once: int) -> None:
-    weight, x = make(1416, 2048, 128, "zero_point"), tokens(200, 2048)
-    schedule = WideSchedule(tokens_at_once, tiles=tiles, slices=3, cluster=cluster, stages=3, blocks=16)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        WideSchedule(64, stages=3, blocks=16),
+        WideSchedule(64, slices=3, cluster=2, stages=9, blocks=16),
+        WideSchedule(64, cluster=4, stages=7, blocks=16, teams=2),
+        WideSchedule(32, slices=2, cluster=2, stages=4, blocks=16, teams=2),
+        WideSchedule(128, cluster=2, stages=5, blocks=16),
+        WideSchedule(64, tiles=2, cluster=4, stages=6, blocks=16),
+        WideSchedule(128, tiles=2, stages=4, blocks=16),
+        WideSchedule(128, tiles=2, slices=2, cluster=2, stages=4, blocks=16),
+    ],
+)
+def test_schedules_on_the_gpu(schedule: WideSchedule) -> None:
+    """As many inputs as wrap the ring of stages several times, and parts enough for several a block."""
+    weight, x = make(1416, 4096, 128, "zero_point"), tokens(200, 4096)
     packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
-    out = wide.int4_matmul(jnp.asarray(x), packed, schedule=schedule, out_dtype=jnp.dtype(jnp.float32))
-    assert error(np.asarray(out), x, weight, BF16) < 3e-6
+    exact, short, again = (
+        np.asarray(wide.int4_matmul(jnp.asarray(x), packed, schedule=schedule, out_dtype=jnp.dtype(dtype)))
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    )
+    assert error(exact, x, weight, BF16) < 3e-6
+    assert np.array_equal(short, exact.astype(BF16))
+    assert np.array_equal(short, again)
