@@ -1,4 +1,4 @@
-"""The command line: `jaxinfer generate | chat | pull | bench | spec-bench | info`.
+"""The command line: `jaxinfer generate | chat | score | perplexity | pull | bench | spec-bench | info`.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 success, 2 bad input (one line says
 what and how to mend it), 130 interrupted, 1 anything else. JAX is imported when a command is run, not before.
@@ -14,10 +14,13 @@ from collections.abc import Sequence
 
 from jaxinfer.cli.bench_options import add_bench
 from jaxinfer.cli.options import Parser, add_model, add_sampling
+from jaxinfer.cli.scoring_options import add_perplexity, add_score
 
 _COMMANDS = {
     "generate": "complete prompts from the command line, a file or standard input",
     "chat": "talk to a model; it remembers the conversation",
+    "score": "print log-likelihoods of continuations of prompts, one JSON object each",
+    "perplexity": "print how well a model foresees a text of any length",
     "pull": "fetch a model into the cache and print its path",
     "bench": "serve a workload with the engine and print latencies, rates and memory use",
     "spec-bench": "measure what a draft gains on some prompts: speed-up, acceptance by position, time of a step",
@@ -89,6 +92,11 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of which the fastest counts (3)")
     bench.add_argument("--json", action="store_true", help="print one JSON object for each k, nothing else")
     add_sampling(bench, leave_out=("logprobs", "prompt_logprobs"), defaults={"max_tokens": 128, "temperature": 0.0})
+
+    add_model(commands["score"])
+    add_score(commands["score"])
+    add_model(commands["perplexity"])
+    add_perplexity(commands["perplexity"])
 
     add_model(commands["bench"])
     add_bench(commands["bench"])

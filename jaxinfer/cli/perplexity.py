@@ -1,0 +1,30 @@
+"""`jaxinfer perplexity`: how well a model foresees a text."""
+
+import argparse
+import dataclasses
+import math
+import pathlib
+import sys
+
+from jaxinfer.cli.options import json_line
+from jaxinfer.model import load
+from jaxinfer.scoring import perplexity
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the perplexity of a text, and of how many tokens it is."""
+    try:
+        text = sys.stdin.read() if options.file == "-" else pathlib.Path(options.file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{options.file} is not UTF-8 ({error.reason} at byte {error.start})") from error
+    progress = sys.stderr.isatty() and not options.quiet
+    model = load(options.model, dtype=options.dtype, progress=progress)
+    result = perplexity(model, text, window=options.window, stride=options.stride, progress=progress)
+    if math.isnan(result.logprob):
+        print("error: the model's logits are not finite for this text", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json_line(dataclasses.asdict(result)))
+    else:
+        print(f"perplexity {result.perplexity:.4f} ({result.num_tokens} tokens, log-likelihood {result.logprob:.2f})")
+    return 0
