@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from jaxinfer.outputs import Completion as Completion
     from jaxinfer.outputs import Delta as Delta
     from jaxinfer.outputs import RequestOutput as RequestOutput
+    from jaxinfer.quantization.api import quantize as quantize
     from jaxinfer.sampling_logprobs import Logprob as Logprob
     from jaxinfer.sampling_params import SamplingParams as SamplingParams
     from jaxinfer.scoring import Perplexity as Perplexity
@@ -67,6 +68,7 @@ _MODULES = {
     "logits": "jaxinfer.generation",
     "perplexity": "jaxinfer.scoring",
     "pull": "checkpoints.pull",
+    "quantize": "jaxinfer.quantization.api",
     "score": "jaxinfer.scoring",
     "stream": "jaxinfer.generation",
 }

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
-import math
 import os
 import pathlib
 import sys
@@ -11,37 +9,21 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from tqdm.auto import tqdm
 
-from checkpoints import names, names_gguf
 from checkpoints.gguf import GGUFFile
-from checkpoints.names import TensorSource
 from checkpoints.pull import pull
-from checkpoints.quantized import QuantizedFolder, open_folder
 from checkpoints.safetensors import SafetensorsFolder, read_json
 from checkpoints.tensors import TensorInfo
 from jaxinfer import kv_cache
+from jaxinfer.checkpoint_weights import WeightsRequest, check_memory, load_gguf, load_safetensors
 from jaxinfer.compilation import enable_persistent_cache
 from jaxinfer.config import ModelConfig
 from jaxinfer.config_gguf import from_gguf
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.decoder import Params
-from jaxinfer.memory import free_device_bytes, free_host_bytes
-from jaxinfer.packed_weights import PackedReader
-from jaxinfer.params import (
-    ReadInto,
-    assemble,
-    canonical_shapes,
-    least_bytes,
-    num_parameters,
-    random_params,
-)
+from jaxinfer.params import num_parameters, random_params
+from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
-
-log = logging.getLogger("jaxinfer")
-
-type AnyCheckpoint = SafetensorsFolder | QuantizedFolder | GGUFFile
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -92,7 +74,7 @@ def load(
     path_or_name: str | os.PathLike[str],
     *,
     dtype: jnp.dtype | type | str | None = None,
-    quantize: str | None = None,
+    quantize: Plan | str | os.PathLike[str] | None = None,
     packed: bool | None = None,
     kv_dtype: jnp.dtype | type | str | None = None,
     random_weights: int | None = None,
@@ -103,6 +85,9 @@ def load(
     `dtype` is that of the weights (default: bfloat16 on a GPU, float32 on a CPU). `random_weights=seed` reads only the
     configuration and makes random weights of that shape on the device, for benchmarks; with `quantize="int4"` those of
     the layers are packed. `progress` shows bars; by default on a terminal and in a notebook.
+
+    `quantize` packs the projections of the layers while they are read: a preset ("int4", "int4-hqq", ...), the path of
+    a TOML file, or a `Plan` (`jaxinfer.quantization.plan`).
 
     Quantised checkpoints are read as they are: GGUF files, and folders in the formats AWQ, GPTQ, compressed-tensors,
     FP8, MXFP4, NVFP4, bitsandbytes and HQQ. `packed` says whether the codes of weights that have 4 bits or fewer stay
@@ -118,10 +103,11 @@ def load(
     if kv_dtype is not None:
         kv_cache.format_for(kv_dtype)
         kv_dtype = jnp.dtype(kv_dtype)
-    if quantize not in (None, "int4"):
-        raise ValueError(f"quantize={quantize!r}: known is int4")
-    if quantize is not None and random_weights is None:
-        raise ValueError("quantize needs random_weights: weights of a checkpoint keep the precision they are stored in")
+    if random_weights is not None and quantize not in (None, "int4"):
+        raise ValueError(f"quantize={quantize!r}: random weights can be int4, of random codes, and nothing else")
+    if quantize is not None and packed is not None:
+        raise ValueError("packed keeps the codes of the checkpoint, quantize makes new ones: pass one of them")
+    plan = None if quantize is None else resolve(quantize)
     if random_weights is not None and not (isinstance(random_weights, int) and 0 <= random_weights < 2**32):
         raise ValueError(f"random_weights={random_weights!r}: a seed is an integer from 0 to 2**32 - 1")
     enable_persistent_cache()
@@ -129,18 +115,19 @@ def load(
     progress = is_watched() if progress is None else progress
     path = _resolve(path_or_name, progress)
     name = os.fspath(path_or_name)
+    request = WeightsRequest(name, weights_dtype, packed, plan, progress)
     if path.is_dir():
         config, tokenizer = _read_folder(path)
         if random_weights is None:
-            params = _load_safetensors(path, config, weights_dtype, packed, name, progress)
+            params = load_safetensors(path, config, request)
             return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
     else:
         with contextlib.closing(GGUFFile(path)) as checkpoint:
             config, tokenizer = _read_gguf(checkpoint)
             if random_weights is None:
-                params = _load_gguf(checkpoint, config, weights_dtype, packed, name, progress)
+                params = load_gguf(checkpoint, config, request)
                 return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
-    _check_memory(config, weights_dtype, quantize == "int4", name)
+    check_memory(config, weights_dtype, quantize == "int4", name)
     params = random_params(config, weights_dtype, random_weights, int4=quantize == "int4")
     return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
 
@@ -171,21 +158,6 @@ def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
         if resolved in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             return resolved
     raise ValueError(f"dtype={dtype!r}: weights can be float32, bfloat16 or float16")
-
-
-def _check_memory(config: ModelConfig, dtype: jnp.dtype, packed: bool, name: str) -> None:
-    """Raises ValueError for weights that cannot fit, as those of a damaged configuration may not."""
-    free = free_device_bytes()
-    if free is None:
-        if jax.default_backend() != "cpu":
-            return
-        free = free_host_bytes()
-    needed = least_bytes(config, dtype, packed=packed)
-    if needed > free:
-        raise ValueError(
-            f"{name}: the weights take at least {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; "
-            "load a smaller model, or with a smaller dtype"
-        )
 
 
 def is_watched() -> bool:
@@ -238,97 +210,3 @@ def _read_gguf(checkpoint: GGUFFile) -> tuple[ModelConfig, Tokenizer | None]:
         num_tokens = min(config.vocab_size, tokenizer.num_tokens)
         config = dataclasses.replace(config, eos_token_ids=eos, num_tokens=num_tokens)
     return config, tokenizer
-
-
-def _load_safetensors(
-    path: pathlib.Path, config: ModelConfig, dtype: jnp.dtype, packed: bool | None, name: str, progress: bool
-) -> Params:
-    with contextlib.closing(open_folder(path)) as checkpoint:
-        if checkpoint.ignored:
-            log.warning("%s: not read, as they are not part of the model: %s", name, ", ".join(checkpoint.ignored))
-        sources, skipped = names.hugging_face_sources(config.model_type, available=checkpoint.tensors, **_sizes(config))
-        if isinstance(checkpoint, QuantizedFolder):
-            for note in checkpoint.notes:
-                log.warning("%s: %s", name, note)
-            unused = [source.name for canonical, source in sources.items() if canonical not in canonical_shapes(config)]
-            skipped |= checkpoint.skipped | checkpoint.zero_biases(unused)
-        return _read_params(config, checkpoint, sources, skipped, dtype, packed, name, progress)
-
-
-def _load_gguf(
-    checkpoint: GGUFFile, config: ModelConfig, dtype: jnp.dtype, packed: bool | None, name: str, progress: bool
-) -> Params:
-    sources, skipped = names_gguf.gguf_sources(
-        checkpoint.metadata["general.architecture"],
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        available=checkpoint.tensors,
-        **_sizes(config),
-    )
-    return _read_params(config, checkpoint, sources, skipped, dtype, packed, name, progress)
-
-
-def _sizes(config: ModelConfig) -> dict[str, int]:
-    return {
-        "num_layers": config.num_layers,
-        "q_rows": config.num_heads * config.head_dim,
-        "kv_rows": config.num_kv_heads * config.head_dim,
-        "intermediate_size": config.intermediate_size,
-    }
-
-
-def _read_params(
-    config: ModelConfig,
-    checkpoint: AnyCheckpoint,
-    sources: Mapping[str, TensorSource],
-    skipped: Mapping[str, str],
-    dtype: jnp.dtype,
-    packed: bool | None,
-    name: str,
-    progress: bool,
-) -> Params:
-    """Checks that tensors and parameters match one to one, then reads them."""
-    sources, skipped = dict(sources), dict(skipped)
-    head = sources.pop("lm_head.weight", None) if config.tie_word_embeddings else None
-    if head is not None:
-        skipped[head.name] = "the configuration ties the head to the embedding"
-    shapes = canonical_shapes(config)
-    names.check_complete(expected=shapes, sources=sources, skipped=skipped, tensors=checkpoint.tensors, where=name)
-    read_into = _reader(checkpoint, sources)
-    read_packed = None
-    wanted = packed or (packed is None and dtype == jnp.bfloat16 and jax.default_backend() != "cpu")
-    if wanted and not isinstance(checkpoint, SafetensorsFolder):
-        read_packed = PackedReader(checkpoint, sources, read_into, np.dtype(dtype), only_for_kernel=packed is None)
-    _check_memory(config, dtype, read_packed is not None, name)
-    if head is not None and not _same_rows(checkpoint, head.name, sources["embed_tokens.weight"].name):
-        log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, head.name)
-    total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not progress, leave=False) as bar:
-        params = assemble(config, dtype, read_into, bar.update, read_packed)
-    if packed and read_packed is not None:
-        for reason, count in read_packed.decoded.items():
-            log.warning("%s: %d weights are decoded to %s although packed=True: %s", name, count, dtype, reason)
-    return params
-
-
-def _reader(checkpoint: AnyCheckpoint, sources: Mapping[str, TensorSource]) -> ReadInto:
-    def read_into(name: str, out: np.ndarray) -> None:
-        source = sources[name]
-        rows = None if source.rows is None else slice(*source.rows)
-        checkpoint.read_into(source.name, out, rows)
-        if source.unpermute_heads is not None:
-            out[...] = names_gguf.unpermute_rows(out, source.unpermute_heads)
-
-    return read_into
-
-
-def _same_rows(checkpoint: AnyCheckpoint, first: str, second: str, rows_at_once: int = 4096) -> bool:
-    """Whether two tensors are equal, read a few rows at a time."""
-    shape = checkpoint.tensors[first].shape
-    if shape != checkpoint.tensors[second].shape:
-        return False
-    for start in range(0, shape[0], rows_at_once):
-        rows = slice(start, min(start + rows_at_once, shape[0]))
-        if not np.array_equal(checkpoint.read(first, rows), checkpoint.read(second, rows)):
-            return False
-    return True

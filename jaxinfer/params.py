@@ -103,6 +103,12 @@ def canonical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def linear_names(config: ModelConfig) -> list[str]:
+    """The layers' projections, without ".weight": what may be packed."""
+    specs = (spec for spec in _all_specs(config) if spec.is_linear)
+    return [name.removesuffix(".weight") for spec in specs for name in spec.sources]
+
+
 def num_parameters(config: ModelConfig) -> int:
     """Number of weights, a tied head counted once."""
     return sum(math.prod(spec.shape) for spec in _all_specs(config))

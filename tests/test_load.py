@@ -175,11 +175,6 @@ def test_random_weights_do_not_read_the_real_ones(tmp_path: pathlib.Path):
         load(tmp_path, progress=False)
 
 
-def test_quantize_without_random_weights_is_refused():
-    with pytest.raises(ValueError, match="quantize needs random_weights"):
-        load(CASE.folder, quantize="int4", progress=False)
-
-
 # --- Paths and configurations
 
 

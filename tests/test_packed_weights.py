@@ -6,7 +6,6 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxinfer.layers.linear import linear, norm_linear
 from jaxinfer.layers.norm import rms_norm
@@ -48,11 +47,3 @@ def test_random_int4_model_has_packed_layers_and_a_dense_head(tmp_path: pathlib.
             assert isinstance(weight, PackedInt4)
             assert weight.kind == "zero_point"
     assert isinstance(model.params.lm_head, jax.Array)
-
-
-def test_quantize_is_refused_where_it_would_do_nothing(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(ValueError, match="quantize needs random_weights"):
-        load(tmp_path, quantize="int4")
-    with pytest.raises(ValueError, match="known is int4"):
-        load(tmp_path, random_weights=0, quantize="int3")

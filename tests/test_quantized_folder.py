@@ -112,7 +112,7 @@ def test_the_default_packs_what_a_kernel_reads(tmp_path: pathlib.Path, monkeypat
     monkeypatch.setattr("pallas_kernels.dispatch.hopper_refusal", lambda: None)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     monkeypatch.setattr("pallas_kernels.int4_matmul.triton_matmul.refusal", lambda *_: "not installed")
-    monkeypatch.setattr("jaxinfer.model.free_device_bytes", lambda: None)
+    monkeypatch.setattr("jaxinfer.checkpoint_weights.free_device_bytes", lambda: None)
     for folder, packed in ((case.quantized, True), (book.quantized, False)):
         layer = load(folder, dtype="bfloat16", progress=False).params.layers[0]
         for field in FIELDS:

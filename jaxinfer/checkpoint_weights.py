@@ -1,0 +1,150 @@
+"""Weights of a model from the files of a checkpoint: everything is checked first, then read."""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import pathlib
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from checkpoints import names, names_gguf
+from checkpoints.gguf import GGUFFile
+from checkpoints.names import TensorSource
+from checkpoints.quantized import QuantizedFolder, open_folder
+from checkpoints.safetensors import SafetensorsFolder
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import Params
+from jaxinfer.memory import free_device_bytes, free_host_bytes
+from jaxinfer.packed_weights import PackedReader
+from jaxinfer.params import ReadInto, assemble, canonical_shapes, least_bytes, linear_names
+from jaxinfer.quantization.plan import Plan
+from jaxinfer.quantization.quantizer import QuantizingReader
+
+log = logging.getLogger("jaxinfer")
+
+type AnyCheckpoint = SafetensorsFolder | QuantizedFolder | GGUFFile
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsRequest:
+    """How `load` was asked to read weights."""
+
+    name: str
+    dtype: jnp.dtype
+    packed: bool | None
+    plan: Plan | None
+    progress: bool
+
+
+def check_memory(config: ModelConfig, dtype: jnp.dtype, packed: bool, name: str) -> None:
+    """Raises ValueError for weights that cannot fit, as those of a damaged configuration may not."""
+    free = free_device_bytes()
+    if free is None:
+        if jax.default_backend() != "cpu":
+            return
+        free = free_host_bytes()
+    needed = least_bytes(config, dtype, packed=packed)
+    if needed > free:
+        raise ValueError(
+            f"{name}: the weights take at least {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; "
+            "load a smaller model, or with a smaller dtype"
+        )
+
+
+def load_safetensors(path: pathlib.Path, config: ModelConfig, request: WeightsRequest) -> Params:
+    name = request.name
+    with contextlib.closing(open_folder(path)) as checkpoint:
+        if checkpoint.ignored:
+            log.warning("%s: not read, as they are not part of the model: %s", name, ", ".join(checkpoint.ignored))
+        sources, skipped = names.hugging_face_sources(config.model_type, available=checkpoint.tensors, **_sizes(config))
+        if isinstance(checkpoint, QuantizedFolder):
+            for note in checkpoint.notes:
+                log.warning("%s: %s", name, note)
+            unused = [source.name for canonical, source in sources.items() if canonical not in canonical_shapes(config)]
+            skipped |= checkpoint.skipped | checkpoint.zero_biases(unused)
+        return _read_params(config, checkpoint, sources, skipped, request)
+
+
+def load_gguf(checkpoint: GGUFFile, config: ModelConfig, request: WeightsRequest) -> Params:
+    sources, skipped = names_gguf.gguf_sources(
+        checkpoint.metadata["general.architecture"],
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        available=checkpoint.tensors,
+        **_sizes(config),
+    )
+    return _read_params(config, checkpoint, sources, skipped, request)
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    return {
+        "num_layers": config.num_layers,
+        "q_rows": config.num_heads * config.head_dim,
+        "kv_rows": config.num_kv_heads * config.head_dim,
+        "intermediate_size": config.intermediate_size,
+    }
+
+
+def _read_params(
+    config: ModelConfig,
+    checkpoint: AnyCheckpoint,
+    sources: Mapping[str, TensorSource],
+    skipped: Mapping[str, str],
+    request: WeightsRequest,
+) -> Params:
+    """Checks that tensors and parameters match one to one, then reads them."""
+    name, dtype, packed, plan = request.name, request.dtype, request.packed, request.plan
+    sources, skipped = dict(sources), dict(skipped)
+    head = sources.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    if head is not None:
+        skipped[head.name] = "the configuration ties the head to the embedding"
+    shapes = canonical_shapes(config)
+    names.check_complete(expected=shapes, sources=sources, skipped=skipped, tensors=checkpoint.tensors, where=name)
+    read_into = _reader(checkpoint, sources)
+    read_packed = None
+    wanted = packed or (packed is None and dtype == jnp.bfloat16 and jax.default_backend() != "cpu")
+    if plan is not None:
+        plan.check(linear_names(config))
+        read_packed = QuantizingReader(plan, read_into, np.dtype(dtype))
+    elif wanted and not isinstance(checkpoint, SafetensorsFolder):
+        read_packed = PackedReader(checkpoint, sources, read_into, np.dtype(dtype), only_for_kernel=packed is None)
+    check_memory(config, dtype, read_packed is not None, name)
+    if head is not None and not _same_rows(checkpoint, head.name, sources["embed_tokens.weight"].name):
+        log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, head.name)
+    total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not request.progress, leave=False
+    ) as bar:
+        params = assemble(config, dtype, read_into, bar.update, read_packed)
+    if packed and isinstance(read_packed, PackedReader):
+        for reason, count in read_packed.decoded.items():
+            log.warning("%s: %d weights are decoded to %s although packed=True: %s", name, count, dtype, reason)
+    return params
+
+
+def _reader(checkpoint: AnyCheckpoint, sources: Mapping[str, TensorSource]) -> ReadInto:
+    def read_into(name: str, out: np.ndarray) -> None:
+        source = sources[name]
+        rows = None if source.rows is None else slice(*source.rows)
+        checkpoint.read_into(source.name, out, rows)
+        if source.unpermute_heads is not None:
+            out[...] = names_gguf.unpermute_rows(out, source.unpermute_heads)
+
+    return read_into
+
+
+def _same_rows(checkpoint: AnyCheckpoint, first: str, second: str, rows_at_once: int = 4096) -> bool:
+    """Whether two tensors are equal, read a few rows at a time."""
+    shape = checkpoint.tensors[first].shape
+    if shape != checkpoint.tensors[second].shape:
+        return False
+    for start in range(0, shape[0], rows_at_once):
+        rows = slice(start, min(start + rows_at_once, shape[0]))
+        if not np.array_equal(checkpoint.read(first, rows), checkpoint.read(second, rows)):
+            return False
+    return True

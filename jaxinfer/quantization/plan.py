@@ -1,0 +1,154 @@
+"""Plans: ordered rules from weights to precisions, from TOML or one of the presets.
+
+    [[rules]]
+    weights = ["layers.0.*", "*.down_proj"]   # a pattern or several; the first rule that names a weight decides
+    bits = 16                                 # 16 leaves a weight as it is
+    [[rules]]
+    weights = "*"
+    bits = 4                                  # 2, 3 or 4
+    group_size = 64
+    symmetric = false
+    method = "hqq"                            # or "rtn"
+
+Weights are `layers.{i}.{q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj}`, whatever the family calls them.
+Embedding, head, norms and biases are never quantised, and a weight that no rule names stays as it is.
+"""
+
+import dataclasses
+import fnmatch
+import os
+import pathlib
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_BITS = (2, 3, 4, 16)
+_METHODS = ("rtn", "hqq")
+_KEYS = ("weights", "bits", "group_size", "symmetric", "method")
+_TYPES = {
+    "bits": (int, "a whole number"),
+    "group_size": (int, "a whole number"),
+    "symmetric": (bool, "true or false"),
+    "method": (str, "a name in quotes"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """How a weight is stored: 16 bits are none of the rest; 2 and 3 bits take the room of 4.
+
+    `group_size` is the number of inputs that share a scale (and a zero point, unless `symmetric`). "rtn" rounds to
+    the nearest code, its range clipped for the least squared error; "hqq" optimises a floating zero for weights with
+    outliers.
+    """
+
+    bits: int = 4
+    group_size: int = 64
+    symmetric: bool = False
+    method: str = "rtn"
+
+    def __post_init__(self) -> None:
+        if self.bits not in _BITS:
+            raise ValueError(f"bits is {self.bits!r}; expected {', '.join(map(str, _BITS))}")
+        if self.group_size < 16 or self.group_size % 16:
+            raise ValueError(f"group_size is {self.group_size!r}; expected a multiple of 16, such as 64 or 128")
+        if self.method not in _METHODS:
+            raise ValueError(f"method is {self.method!r}; expected {' or '.join(_METHODS)}")
+        if self.method == "hqq" and self.symmetric:
+            raise ValueError("method hqq chooses a zero; symmetric must be false")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The precision of the weights that any of the patterns names; `*` and `?` stand for what they do in file names."""
+
+    weights: tuple[str, ...]
+    precision: Precision
+
+    def names(self, weight: str) -> bool:
+        return any(fnmatch.fnmatchcase(weight, pattern) for pattern in self.weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Ordered rules. `name` is for messages."""
+
+    rules: tuple[Rule, ...]
+    name: str = "plan"
+
+    def precision(self, weight: str) -> Precision | None:
+        """The precision of a weight (`layers.3.down_proj`), by the first rule that names it; None is as it is."""
+        for rule in self.rules:
+            if rule.names(weight):
+                return None if rule.precision.bits == 16 else rule.precision
+        return None
+
+    def check(self, weights: Iterable[str]) -> None:
+        """Raises ValueError for a rule that names none of a model's weights: it has a typing error."""
+        known = list(weights)
+        for rule in self.rules:
+            if not any(rule.names(weight) for weight in known):
+                raise ValueError(
+                    f"{self.name}: no weight is named {' or '.join(rule.weights)}; "
+                    f"names are like {known[0]}" + (f" and {known[-1]}" if len(known) > 1 else "")
+                )
+
+
+def uniform(name: str, precision: Precision) -> Plan:
+    """A plan of one precision for everything."""
+    return Plan((Rule(("*",), precision),), name)
+
+
+PRESETS: Mapping[str, Plan] = {
+    "int4": uniform("int4", Precision(4, 64)),
+    "int4-g128": uniform("int4-g128", Precision(4, 128)),
+    "int4-hqq": uniform("int4-hqq", Precision(4, 64, method="hqq")),
+    "int3": uniform("int3", Precision(3, 64)),
+}
+"""Plans by name. "int4" rounds to the nearest code of 4 bits, groups of 64 inputs."""
+
+
+def resolve(plan: "Plan | str | os.PathLike[str]") -> Plan:
+    """A plan, the name of a preset, or the path of a TOML file, as a plan. Raises ValueError for anything else."""
+    if isinstance(plan, Plan):
+        return plan
+    text = os.fspath(plan)
+    if text in PRESETS:
+        return PRESETS[text]
+    path = pathlib.Path(text)
+    if path.suffix != ".toml":
+        raise ValueError(f"quantize={text!r}: expected {', '.join(PRESETS)}, a Plan, or the path of a .toml file")
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    return from_mapping(content, str(path))
+
+
+def from_mapping(content: Mapping[str, Any], name: str) -> Plan:
+    """The plan in the content of a TOML file. Raises ValueError naming the rule that is wrong, and what is expected."""
+    unknown = sorted(set(content) - {"rules"})
+    entries = content.get("rules")
+    if unknown or not isinstance(entries, list) or not entries:
+        raise ValueError(f"{name}: expected [[rules]] and nothing else" + (f", found {unknown}" if unknown else ""))
+    rules = []
+    for number, entry in enumerate(entries, 1):
+        where = f"{name}: rule {number}"
+        if not isinstance(entry, Mapping) or set(entry) - set(_KEYS):
+            found = sorted(set(entry) - set(_KEYS)) if isinstance(entry, Mapping) else entry
+            raise ValueError(f"{where} has {found}; expected {', '.join(_KEYS)}")
+        patterns = entry.get("weights")
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(patterns, list) or not patterns or not all(isinstance(p, str) for p in patterns):
+            raise ValueError(f"{where} has weights {patterns!r}; expected a pattern or a list of patterns")
+        for key, (kind, expected) in _TYPES.items():
+            if key in entry and type(entry[key]) is not kind:
+                raise ValueError(f"{where}: {key} is {entry[key]!r}; expected {expected}")
+        try:
+            precision = Precision(**{key: value for key, value in entry.items() if key != "weights"})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        rules.append(Rule(tuple(patterns), precision))
+    return Plan(tuple(rules), name)

@@ -1,0 +1,61 @@
+"""Quantises a model by a plan, one weight at a time: from a checkpoint while it is loaded, or from arrays."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxinfer.layers.weights import StackedOutputs
+from jaxinfer.packed_runs import aligned_empty
+from jaxinfer.packed_weights import HostWeight
+from jaxinfer.quantization.hqq import half_quadratic
+from jaxinfer.quantization.plan import Plan, Precision
+from jaxinfer.quantization.rtn import round_to_nearest
+from pallas_kernels.int4_matmul import PackedInt4
+
+type ReadInto = Callable[[str, np.ndarray], None]
+
+
+def quantize_weight(weight: jax.Array, precision: Precision) -> PackedInt4:
+    """Codes of a weight [out, in], on its device, canonical."""
+    if precision.method == "hqq":
+        return half_quadratic(weight, bits=precision.bits, group_size=precision.group_size)
+    return round_to_nearest(weight, bits=precision.bits, group_size=precision.group_size, symmetric=precision.symmetric)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizingReader:
+    """Reads linear weights and quantises them: what `params.assemble` takes as `read_packed`.
+
+    On the device there is one weight in float32 at a time. What the plan leaves alone is read in `dtype`.
+    """
+
+    plan: Plan
+    read_into: ReadInto
+    dtype: np.dtype
+
+    def __call__(self, names: Sequence[str], rows: Sequence[int], in_features: int) -> HostWeight | None:
+        """Joins canonical tensors of so many rows, one below the other; None if the plan leaves all of them alone.
+
+        Neighbours of one precision are one weight.
+        """
+        precisions = [self.plan.precision(name.removesuffix(".weight")) for name in names]
+        if not any(precisions):
+            return None
+        parts = []
+        start = 0
+        while start < len(names):
+            stop = start + 1
+            while stop < len(names) and precisions[stop] == precisions[start]:
+                stop += 1
+            precision = precisions[start]
+            dtype = self.dtype if precision is None else np.dtype(np.float32)
+            host = aligned_empty((sum(rows[start:stop]), in_features), dtype)
+            first = 0
+            for name, count in zip(names[start:stop], rows[start:stop], strict=True):
+                self.read_into(name, host[first : first + count])
+                first += count
+            parts.append(host if precision is None else quantize_weight(jax.device_put(host), precision))
+            start = stop
+        return parts[0] if len(parts) == 1 else StackedOutputs(tuple(parts))
