@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
+from benchmarks import kernels_triton
 from benchmarks.harness import RESULTS, Recorder, read_rate
 from pallas_kernels.int4_matmul import PackedInt4, dequantize, mosaic, tuning
 from pallas_kernels.int4_matmul.operands import load_tokens
-from pallas_kernels.int4_matmul.plan import Plan, Schedule
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Stream
 
 ROTATED_BYTES = 256 << 20
@@ -69,25 +70,27 @@ class Case:
 
 
 UP, DOWN = (4096, 14336), (14336, 4096)
-WIDE = Schedule(warps=16, parts=2, digits=True)
-TALL = Schedule(warps=8, parts=2, depth=5, blocks=264, digits=True)
-HALVES = {"digits": False}
+GATE_UP, QKV, OUT = (4096, 28672), (4096, 6144), (4096, 4096)
+WIDE = Schedule(warps=16, parts=2, strips=4, depth=3, digits=True)
+TALL = Schedule(warps=8, parts=2, strips=2, depth=3, blocks=264, digits=True)
 CASES = [
-    Case(8, *UP, 9.8, WIDE),
-    Case(8, *UP, 9.9, dataclasses.replace(WIDE, strips=2, depth=5)),
-    Case(8, *UP, 11.5, dataclasses.replace(WIDE, **HALVES)),
-    Case(8, *UP, 8.5, WIDE, only="read"),
-    Case(8, *UP, 9.2, WIDE, only="read x"),
-    Case(8, *DOWN, 10.2, TALL),
-    Case(16, *UP, 13.0, dataclasses.replace(WIDE, depth=5, **HALVES)),
-    Case(16, *UP, 12.0, Schedule(warps=16, parts=1, depth=9, digits=True)),
-    Case(8, 4096, 4096, 4.9),
-    Case(8, 4096, 6144, 5.9),
-    Case(1, *UP, 9.6, WIDE),
-    Case(8, *UP, 10.0, dataclasses.replace(WIDE, depth=4)),
-    Case(64, *UP, 38.0),
+    Case(1, *UP, 10.8),
+    Case(8, *UP, 11.9),
+    Case(1, *DOWN, 11.0),
+    Case(8, *DOWN, 11.2),
+    Case(1, *OUT, 4.9),
+    Case(8, *OUT, 5.8),
+    Case(1, *QKV, 6.0),
+    Case(8, *QKV, 7.2),
+    Case(1, *GATE_UP, 17.5),
+    Case(8, *UP, 12.1, TALL),
+    Case(16, *UP, 14.6),
+    Case(16, *DOWN, 15.0),
+    Case(8, *UP, 12.4, dataclasses.replace(WIDE, digits=False)),
+    Case(8, *UP, 8.3, WIDE, only="read"),
+    Case(8, *UP, 9.3, WIDE, only="read x"),
 ]
-CHAIN_AFTER = 6
+CHAIN_AFTER = 12
 
 
 def random_weight(key: jax.Array, case: Case) -> PackedInt4:
@@ -125,25 +128,24 @@ def inputs(m: int, k: int, n: int, group: int, kind: str) -> tuple[jax.Array, ja
 def read(w: Any, plan: Plan, a: mosaic.Arguments, slice_: Any, block: Any, *, with_x: bool) -> None:
     """One warp's part of a kernel that fetches the weights as `mosaic.multiply` does, and only adds up their bits."""
     stream = Stream(w, plan, a.weights, slice_, block)
-    stream.open()
-    zero, one, total = w.integer(0), w.integer(1), w.integer(0)
+    zero, total = w.integer(0), w.integer(0)
     tokens = load_tokens(w, plan, a.x, stream.first_tile) if with_x else []
-    w.block_barrier()
+    w.warp_barrier()
+    for d in range(plan.schedule.depth):
+        stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
     for words in (words for steps in tokens for blocks in steps for words in blocks):
         total = total + words[0] + words[1]
 
     def turn(index: Any, carry: Any) -> Any:
-        stage, parity, total = carry
-        stream.wait(stage, parity)
-        for words in stream.words(stage):
-            for word in words:
+        slot, next_slot, total = carry
+        stream.start(index + plan.schedule.depth, next_slot)
+        stream.wait()
+        for piece in range(plan.warp_tiles):
+            for word in w.shared_words(stream.ring + slot + w.lane * 16, piece * PIECE_BYTES):
                 total = total + word
-        w.block_barrier()
-        stream.refill(index, one)
-        around = w.integer(plan.schedule.depth) <= stage + 1
-        return w.select(around, zero, stage + 1), w.select(around, one - parity, parity), total
+        return stream.after(slot), stream.after(next_slot), total
 
-    carry = w.loop(stream.count, (zero, zero, total), turn)
+    carry = w.loop(stream.count, (zero, w.integer(plan.schedule.depth * plan.slot_bytes), total), turn)
     # Something has to depend on the words; this stores once in a million runs.
     w.store_number(a.out, zero, w.number(1.0), a.out_dtype, carry[2] < -2147483000)
 
@@ -229,7 +231,10 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="run the cases whose name contains one of them")
     parser.add_argument("--seconds", type=float, default=75.0, help="start no case after this time")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
+    parser.add_argument("--backend", choices=("mosaic", "triton"), default="mosaic", help="triton: kernels_triton.py's")
     arguments = parser.parse_args()
+    if arguments.backend == "triton":
+        return kernels_triton.run(arguments.words, arguments.seconds, arguments.results, "int4_matmul")
     started = time.perf_counter()
     recorder, rate = Recorder("kernels", arguments.results), read_rate()
     jobs: list[tuple[str, Callable[[], None]]] = [

@@ -1,8 +1,6 @@
 """The NumPy twin of `pallas_kernels.int4_matmul.warp.Int4Warp`, and the whole kernel run on it."""
 
-import dataclasses
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -19,28 +17,6 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "uint8": np.dtype(np.uint8),
 }
-
-
-@dataclasses.dataclass
-class Phase:
-    """One use of an mbarrier: the bytes it waits for, the copies under way, and whether they have been waited for."""
-
-    size: int
-    copies: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)
-    placed: bool = False
-
-    @property
-    def asked(self) -> bool:
-        return self.placed or sum(data.size for _, data in self.copies) == self.size
-
-
-class Arrival:
-    """An mbarrier: its phases, and how many of them each warp has waited for."""
-
-    def __init__(self) -> None:
-        self.phases: list[Phase] = []
-        self.seen: dict[int, int] = {}
-        self.changed = threading.Condition()
 
 
 class SimulatedInt4Warp(SimulatedWarp):
@@ -97,55 +73,9 @@ class SimulatedInt4Warp(SimulatedWarp):
     def warp_barrier(self) -> None:
         pass  # the 32 lanes of a simulated warp are always together
 
-    def early_launch_wait(self) -> None:
-        pass
-
     def fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         assert a.dtype == b.dtype == c.dtype == np.float32
         return (a.astype(np.float64) * b + c).astype(np.float32)
-
-    # Bulk copies arrive as late as they may, too: when somebody waits for them.
-    def one_thread(self, body: Callable[[], None]) -> None:
-        if self.thread[0] == 0:
-            body()
-
-    @property
-    def arrivals(self) -> dict[int, "Arrival"]:
-        return self.cluster.__dict__.setdefault("arrivals", {})
-
-    def arrival_init(self, barrier: np.ndarray) -> None:
-        self.arrivals[uniform(barrier)] = Arrival()
-
-    def arrival_fence(self) -> None:
-        pass
-
-    def arrival_expect(self, barrier: np.ndarray, size: np.ndarray) -> None:
-        self.arrivals[uniform(barrier)].phases.append(Phase(uniform(size)))
-
-    def bulk_copy(
-        self, address: np.ndarray, ref: np.ndarray, offset: np.ndarray, size: np.ndarray, barrier: np.ndarray
-    ) -> None:
-        arrival = self.arrivals[uniform(barrier)]
-        with arrival.changed:
-            phase = arrival.phases[-1]
-            phase.copies.append(self._fetch(uniform(address), ref, uniform(offset), uniform(size)))
-            assert sum(data.size for _, data in phase.copies) <= phase.size, "more bytes than the barrier expects"
-            arrival.changed.notify_all()
-
-    def arrival_wait(self, barrier: np.ndarray, parity: np.ndarray) -> None:
-        arrival, me = self.arrivals[uniform(barrier)], int(self.warp[0])
-        with arrival.changed:
-            seen = arrival.seen.get(me, 0)
-            assert uniform(parity) == seen % 2, "waits for another phase than its next"
-            arrival.seen[me] = seen + 1
-            asked = arrival.changed.wait_for(
-                lambda: seen < len(arrival.phases) and arrival.phases[seen].asked, timeout=60
-            )
-            assert asked, "the bytes that the barrier waits for will never come"
-            phase = arrival.phases[seen]
-            if not phase.placed:
-                self._place(phase.copies)
-                phase.placed = True
 
     def code_bytes(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
         bits = word.view(np.uint32)
@@ -189,8 +119,10 @@ class SimulatedInt4Warp(SimulatedWarp):
         bytes_ = [(in_order >> 8 * i).astype(np.int8) for i in range(3)]
         return tuple(np.ascontiguousarray(byte).view(np.int32)[:, 0] for byte in bytes_)
 
-    def mma(self, acc: list[np.ndarray], a: list[np.ndarray], b: list[np.ndarray]) -> tuple[np.ndarray, ...]:
-        return super().mma(acc, a, b, "bf16")
+    def mma(
+        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], b: Sequence[np.ndarray], kind: str = "bf16"
+    ) -> tuple[np.ndarray, ...]:
+        return super().mma(acc, a, b, kind)
 
     def codes(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
         bits = word.view(np.uint32)
@@ -205,11 +137,11 @@ class SimulatedInt4Warp(SimulatedWarp):
         keep = np.ones(32, bool) if predicate is None else predicate
         return super().load_words(ref, offset + constant, count, keep)
 
-    def shared_words(self, address: np.ndarray, constant: int = 0) -> tuple[np.ndarray, ...]:
+    def shared_words(self, address: np.ndarray, constant: int = 0, count: int = 4) -> tuple[np.ndarray, ...]:
         address = address + constant
-        assert (address % 16 == 0).all(), "unaligned shared read"
+        assert (address % (4 * count) == 0).all(), "unaligned shared read"
         words = self.bytes.view(np.int32)
-        return tuple(words[address // 4 + i] for i in range(4))
+        return tuple(words[address // 4 + i] for i in range(count))
 
     def shared_store(
         self, address: np.ndarray, value: np.ndarray, predicate: np.ndarray | None = None, constant: int = 0

@@ -2,11 +2,11 @@
 
 The product is computed as out^T = W x^T: 16 output features are the large operand of an `mma`, 8 tokens the small
 one. A warp owns 128 or 256 inputs for the whole kernel and keeps their x in registers, in fragment order; a block's
-warps own neighbouring inputs and walk through strips of 16 output features. Weights and scales travel by bulk copies
-into a ring of stages, asked for several strips ahead, the first of them before anything else is done: memory must never
-wait for arithmetic. After every few strips the warps' sums are added in shared memory in a fixed order, so results are
-reproducible. Blocks that share an output feature write float32 partial sums, which XLA adds inside whatever comes next;
-sixteen warps of 256 inputs need none for up to 4096 inputs.
+warps own neighbouring inputs and walk through strips of 16 output features. Weights and scales travel by asynchronous
+copies into a ring that each warp has for itself, several strips ahead, and each lane reads back the words it has
+copied, so the loop needs no barrier for them. After every few strips the warps' sums are added in shared memory in a
+fixed order, so results are reproducible. Blocks that share an output feature write float32 partial sums, which XLA adds
+inside whatever comes next; sixteen warps of 256 inputs need none for up to 4096 inputs.
 
 Scale, zero point or minimum enter once a group:
 
@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_matmul.operands import Digits, Halves, bias_of
 from pallas_kernels.int4_matmul.packing import STRIP, Kind, PackedInt4
-from pallas_kernels.int4_matmul.plan import Plan, Schedule
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Stream, Weights
 from pallas_kernels.int4_matmul.warp import Int4Warp
 
@@ -51,24 +51,27 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """One warp's work: the instructions are emitted through `w`, an Int4Warp (or its NumPy twin in the tests)."""
     schedule = plan.schedule
     group, quad = w.lane // 4, w.lane % 4
-    zero, one, other_buffer = w.integer(0), w.integer(1), w.integer(plan.buffer_bytes)
+    zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
     stream = Stream(w, plan, a.weights, slice_, block)
-    stream.open()
+    # x first: it waits for all weights that were asked for before it.
     x = (Digits if schedule.digits else Halves)(w, plan, a.x, stream.first_tile)
-    # Others may wait for copies from here on. Without a barrier, ptxas would move the loads of x to where x is used.
-    w.block_barrier()
+    w.warp_barrier()  # ptxas would move the loads of x to where it is used, behind all weights
+    for d in range(schedule.depth):
+        stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
+    w.warp_barrier()
     x.prepare()
     nothing = [w.number(0.0)] * 4
 
     def turn(index: Any, carry: Any) -> Any:
-        stage, parity, place, buffer, end = carry
-        stream.wait(stage, parity)
-        pieces = stream.words(stage)
+        slot, next_slot, place, buffer, end = carry
+        stream.start(index + schedule.depth, next_slot)
+        stream.wait()
+        base = stream.ring + slot
+        pieces = [w.shared_words(base + w.lane * 16, t * PIECE_BYTES) for t in range(plan.warp_tiles)]
         totals = [nothing] * plan.token_blocks
         for i in range(plan.segments):
             products = x.product(pieces, i)
-            scale = stream.pair(stage, i, a.scale_dtype)
-            offset = None if a.offset_dtype is None else stream.pair(stage, i, a.offset_dtype, offsets=True)
+            scale, offset = scale_and_offset(base, i)
             bias = bias_of(w, a.kind, x.code_bias, scale, offset)
             totals = [
                 [w.fma(scale[e // 2], product[e], w.fma(bias[e // 2], of_tokens[e % 2], total[e])) for e in range(4)]
@@ -86,14 +89,12 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
         def add() -> None:
             w.block_barrier()
-            stream.refill(following - done, done)
             store(stream.first_strip + following - done, done, buffer)
 
         w.when(full, add)
-        around = w.integer(schedule.depth) <= stage + 1
         return (
-            w.select(around, zero, stage + 1),
-            w.select(around, one - parity, parity),
+            stream.after(slot),
+            stream.after(next_slot),
             w.select(full, zero, done),
             w.select(full, other_buffer - buffer, buffer),
             w.select(full, at_most(end + schedule.strips), end),
@@ -101,6 +102,15 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
     def at_most(index: Any) -> Any:
         return w.select(index < stream.count, index, stream.count)
+
+    def scale_and_offset(base: Any, segment: int) -> tuple[Any, Any]:
+        """Two each, of this lane's two rows."""
+        place = plan.words_bytes + segment * STRIP * plan.scale_bytes
+        scale = w.shared_pair(base + group * (2 * plan.scale_bytes), a.scale_dtype, place)
+        if a.offset_dtype is None:
+            return scale, None
+        place = plan.offsets_start + segment * STRIP * plan.offset_bytes
+        return scale, w.shared_pair(base + group * (2 * plan.offset_bytes), a.offset_dtype, place)
 
     def store(first_strip: Any, strips: Any, buffer: Any) -> None:
         """Adds the warps' sums of some strips, in order, and writes them."""
@@ -118,7 +128,8 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
                 a.out, (slice_ * plan.rows + token) * plan.out_features + feature, total, a.out_dtype, inside
             )
 
-    w.loop(stream.count, (zero, zero, zero, zero, at_most(w.integer(schedule.strips))), turn)
+    next_slot, end = w.integer(schedule.depth * plan.slot_bytes), at_most(w.integer(schedule.strips))
+    w.loop(stream.count, (zero, next_slot, zero, zero, end), turn)
 
 
 def arguments_of(weight: PackedInt4, *, out_dtype: str, **arrays: Any) -> Arguments:

@@ -147,18 +147,23 @@ def bias_of(w: Any, kind: Kind, code_bias: float, scale: Sequence[Any], offset: 
 
 
 def load_tokens(w: Any, plan: Plan, x: Any, first_tile: Any) -> list[list[list[Any]]]:
-    """The warp's x, [tile][step][token block], two words a lane in the order of an mma's small operand."""
+    """The warp's x, [tile][step][token block], two words a lane in the order of an mma's small operand.
+
+    In place of tokens that do not exist it holds the last one again: nobody stores their sums.
+    """
     group, quad, run = w.lane // 4, w.lane % 4, steps_per_run(plan.group_size)
     column = first_tile * COLUMNS + quad * (4 * run)
-    offset = group * plan.in_features + column
+    offsets = []
+    for b in range(plan.token_blocks):
+        row = group + 8 * b
+        if 8 * b + 8 > plan.rows:
+            row = w.select(row < plan.rows, row, w.integer(plan.rows - 1))
+        offsets.append(row * plan.in_features + column)
 
     def load(first_column: int, b: int) -> list[Any]:
         """Two words for each step of the run that begins at a column."""
         inside = column + first_column < plan.in_features if plan.ragged else None
-        if 8 * b + 8 > plan.rows:
-            within = group + 8 * b < plan.rows
-            inside = within if inside is None else inside & within
-        words = w.load_words(x, offset, 2 * run, inside, 8 * b * plan.in_features + first_column)
+        words = w.load_words(x, offsets[b], 2 * run, inside, first_column)
         return [words[2 * i : 2 * i + 2] for i in range(run)]
 
     tokens = []

@@ -8,8 +8,6 @@ PIECE_BYTES = 512
 """A tile of 16 x 64 codes: one 16-byte word for each lane of a warp."""
 PART = 128
 """Inputs that a warp multiplies at least: two tiles."""
-BARRIER_BYTES = 8
-"""An mbarrier."""
 ROW_PADDING = 4
 """Floats between the tokens of a strip's sums, so that a warp's stores fall into 32 different banks."""
 
@@ -19,16 +17,15 @@ class Schedule:
     """What tuning chooses.
 
     A thread block holds `warps` (a multiple of 4) x `parts` x 128 inputs of x in registers and walks through strips of
-    16 output features, `depth` strips of weights in flight or in use. The warps' sums are added, and stages given
-    back, after every `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they
-    should all be resident at once, since a second wave doubles the time. `digits` chooses the arithmetic, see
-    operands.py.
+    16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are added after every
+    `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
+    resident at once, since a second wave doubles the time. `digits` chooses the arithmetic, see operands.py.
     """
 
     warps: int = 16
     parts: int = 2
-    strips: int = 1
-    depth: int = 6
+    strips: int = 4
+    depth: int = 3
     blocks: int = 132
     digits: bool = False
 
@@ -112,34 +109,28 @@ class Plan:
         """Segments of a warp's inputs."""
         return self.warp_columns // self.segment
 
-    @property
-    def slice_tiles(self) -> int:
-        return self.schedule.warps * self.warp_tiles
-
-    @property
-    def slice_groups(self) -> int:
-        """Groups that a slice's inputs belong to, at most."""
-        starts = range(0, self.in_features, self.block_columns)
-        ends = (min(start + self.block_columns, self.in_features) for start in starts)
-        return max((e - 1) // self.group_size - s // self.group_size + 1 for s, e in zip(starts, ends, strict=True))
-
-    # Shared memory, in bytes: a barrier for each stage, a ring of stages, then two buffers of every warp's sums.
-    @property
-    def ring_start(self) -> int:
-        return -(-self.schedule.depth * BARRIER_BYTES // 128) * 128
-
+    # Shared memory, in bytes: a ring of strips for each warp, then two buffers of every warp's sums.
     @property
     def words_bytes(self) -> int:
-        return self.slice_tiles * PIECE_BYTES
+        return self.warp_tiles * PIECE_BYTES
+
+    @property
+    def scales_bytes(self) -> int:
+        return self.segments * STRIP * self.scale_bytes
 
     @property
     def offsets_start(self) -> int:
-        return self.words_bytes + self.slice_groups * STRIP * self.scale_bytes
+        return self.words_bytes + self.scales_bytes
 
     @property
-    def stage_bytes(self) -> int:
-        """A block's words, scales and offsets of one strip."""
-        return self.offsets_start + self.slice_groups * STRIP * self.offset_bytes
+    def slot_bytes(self) -> int:
+        """A warp's words, scales and offsets of one strip."""
+        return self.offsets_start + self.segments * STRIP * self.offset_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """One slot more than are in flight, so that a copy never overwrites words that are still being read."""
+        return (self.schedule.depth + 1) * self.slot_bytes
 
     @property
     def token_bytes(self) -> int:
@@ -162,7 +153,7 @@ class Plan:
 
     @property
     def sums_start(self) -> int:
-        return self.ring_start + self.schedule.depth * self.stage_bytes
+        return self.schedule.warps * self.ring_bytes
 
     @property
     def shared_bytes(self) -> int:

@@ -1,16 +1,14 @@
 """How the Hopper INT4 kernel's weights travel from global to shared memory, several strips ahead of their use.
 
-A stage of the ring holds what a block needs of one strip: the words [tile, 512 bytes], the scales and the offsets
-[group, 16]. Each of the three is one piece in global memory, so one thread asks for it by a bulk copy, and an mbarrier
-for each stage says when all have arrived. A stage is free once all warps have passed the block barrier that follows
-their last read of it; the same barrier is behind the addition of the warps' sums, so it costs nothing more.
+Each warp has a ring of slots for itself, which its lanes fill with asynchronous copies of 16 bytes: weights need no
+barrier between warps. A slot is the words [tile, 512 bytes], then the scales and the offsets, [segment, 16] each.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
-from pallas_kernels.int4_matmul.plan import BARRIER_BYTES, PIECE_BYTES, Plan
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,112 +20,74 @@ class Weights:
     offsets: Any
 
 
+class Copy(NamedTuple):
+    """Sixteen bytes for each lane whose predicate is true (None: all), to byte `place` of a slot.
+
+    They come from byte `offset + constant` of the array, for each further strip `stride` later.
+    """
+
+    array: Any
+    offset: Any
+    stride: int
+    place: int
+    constant: int
+    predicate: Any
+
+
 class Stream:
-    """The strips of one block: `count` of them from `first_strip` on, this warp's inputs from tile `first_tile` on."""
+    """The strips of one warp: `count` of them from `first_strip` on, its inputs from tile `first_tile` on."""
 
     def __init__(self, w: Any, plan: Plan, weights: Weights, slice_: Any, block: Any):
         """The blocks of a slice share its strips evenly."""
-        self.w, self.plan, self.weights = w, plan, weights
+        self.w, self.plan = w, plan
         self.first_strip = block * plan.strips // plan.blocks_per_slice
         self.count = (block + 1) * plan.strips // plan.blocks_per_slice - self.first_strip
-        self._slice_tile = slice_ * plan.slice_tiles
-        self.first_tile = self._slice_tile + w.warp * plan.warp_tiles
-        self._first_group = self._slice_tile * COLUMNS // plan.group_size
-        tiles, groups = plan.slice_tiles, plan.slice_groups
-        if plan.slices > 1:
-            left = plan.column_tiles - self._slice_tile
-            tiles = w.select(left < tiles, left, w.integer(tiles))
-            left = plan.groups - self._first_group
-            groups = w.select(left < groups, left, w.integer(groups))
-        elif plan.ragged:
-            tiles, groups = w.integer(plan.column_tiles), w.integer(plan.groups)
-        else:
-            tiles, groups = w.integer(tiles), w.integer(groups)
-        self._tiles, self._groups = tiles, groups
-        self._local_groups = self._outside_the_loop()
-
-    def open(self) -> None:
-        """Prepares the barriers and asks for the first strips. Others may wait after the next block barrier."""
-        w, plan = self.w, self.plan
-
-        def first() -> None:
-            for stage in range(plan.schedule.depth):
-                w.arrival_init(w.integer(stage * BARRIER_BYTES))
-            w.arrival_fence()
-            for stage in range(plan.schedule.depth):
-                self._ask(w.integer(stage), w.integer(stage))
-
-        w.one_thread(first)
-
-    def refill(self, first: Any, strips: Any) -> None:
-        """All warps have read `strips` strips from `first` on: asks for those that take their stages."""
-        w, depth = self.w, self.plan.schedule.depth
-
-        def again() -> None:
-            for j in range(self.plan.schedule.strips):
-                index = first + j
-
-                def ask(index: Any = index) -> None:
-                    self._ask(index + depth, index % depth)
-
-                w.when(w.integer(j) < strips, ask)
-
-        w.one_thread(again)
-
-    def _ask(self, index: Any, stage: Any) -> None:
-        """Starts the copies of strip `index`, if there is one."""
-        w, plan = self.w, self.plan
-        arrived = stage * BARRIER_BYTES
-        place = stage * plan.stage_bytes + plan.ring_start
-        strip = self.first_strip + index
-        pieces = [(self.weights.words, plan.column_tiles, self._slice_tile, self._tiles, PIECE_BYTES, 0)]
-        rows = [(self.weights.scales, plan.scale_bytes, plan.words_bytes)]
+        self.first_tile = (slice_ * plan.schedule.warps + w.warp) * plan.warp_tiles
+        self.ring = w.warp * plan.ring_bytes
+        self._copies = self._words(weights.words) + self._rows(weights.scales, plan.scale_bytes, plan.words_bytes)
         if plan.offset_bytes:
-            rows.append((self.weights.offsets, plan.offset_bytes, plan.offsets_start))
-        pieces += [(a, plan.groups, self._first_group, self._groups, STRIP * size, to) for a, size, to in rows]
+            self._copies += self._rows(weights.offsets, plan.offset_bytes, plan.offsets_start)
 
-        def ask() -> None:
-            total = sum((number * size for _, _, _, number, size, _ in pieces), w.integer(0))
-            w.arrival_expect(arrived, total)
-            for array, per_strip, first, number, size, to in pieces:
-                w.bulk_copy(place + to, array, (strip * per_strip + first) * size, number * size, arrived)
+    def _words(self, array: Any) -> list[Copy]:
+        plan, stride = self.plan, self.plan.column_tiles * PIECE_BYTES
+        offset = self.first_strip * stride + self.first_tile * PIECE_BYTES + self.w.lane * 16
+        copies = []
+        for t in range(plan.warp_tiles):
+            # What lies past the last input is never copied: any bits are codes, and x is zero there.
+            inside = self.first_tile + t < plan.column_tiles if plan.ragged else None
+            copies.append(Copy(array, offset, stride, t * PIECE_BYTES, t * PIECE_BYTES, inside))
+        return copies
 
-        w.when(index < self.count, ask)
+    def _rows(self, array: Any, itemsize: int, place: int) -> list[Copy]:
+        """Past the last input the last group is read again: its scales are numbers."""
+        w, plan, size = self.w, self.plan, STRIP * itemsize
+        copies = []
+        for base in range(0, plan.segments * size // 16, 32):
+            chunk = w.lane + base
+            segment, piece = chunk // (size // 16), chunk % (size // 16)
+            group = (self.first_tile * COLUMNS + segment * plan.segment) // plan.group_size
+            group = w.select(group < plan.groups, group, w.integer(plan.groups - 1))
+            offset = (self.first_strip * plan.groups + group) * size + piece * 16
+            inside = segment < plan.segments
+            copies.append(Copy(array, offset, plan.groups * size, place + base * 16, 0, inside))
+        return copies
 
-    def wait(self, stage: Any, parity: Any) -> None:
-        """Waits for the strip in `stage`; `parity` is that of the times the stage has been used before."""
-        self.w.arrival_wait(stage * BARRIER_BYTES, parity)
+    def start(self, index: Any, slot: Any) -> None:
+        """Starts the copies of strip `index`, if there is one."""
+        w = self.w
+        left = index < self.count
+        address = self.ring + slot + w.lane * 16
+        for copy in self._copies:
+            go = left if copy.predicate is None else left & copy.predicate
+            offset = copy.offset + index * copy.stride
+            w.copy_async(address, copy.array, offset, go, to=copy.place, source=copy.constant)
+        w.copy_commit()
 
-    def words(self, stage: Any) -> list[Any]:
-        """Four words for each of the warp's tiles."""
-        w, plan = self.w, self.plan
-        base = stage * plan.stage_bytes + w.warp * (plan.warp_tiles * PIECE_BYTES) + w.lane * 16
-        return [w.shared_words(base, plan.ring_start + t * PIECE_BYTES) for t in range(plan.warp_tiles)]
+    def wait(self) -> None:
+        """Waits for the oldest strip started."""
+        self.w.copy_wait(self.plan.schedule.depth)
+        self.w.warp_barrier()
 
-    def pair(self, stage: Any, segment: int, dtype: str, *, offsets: bool = False) -> Any:
-        """Scales or offsets of this lane's two rows for a segment of the warp's inputs."""
-        w, plan = self.w, self.plan
-        itemsize = plan.offset_bytes if offsets else plan.scale_bytes
-        start = plan.ring_start + (plan.offsets_start if offsets else plan.words_bytes)
-        row = w.lane // 4 * (2 * itemsize) + stage * plan.stage_bytes
-        if self._local_groups is not None:
-            return w.shared_pair(row + self._local_groups[segment] * (STRIP * itemsize), dtype, start)
-        group = w.warp * plan.segments
-        if not plan.ragged:
-            return w.shared_pair(row + group * (STRIP * itemsize), dtype, start + segment * STRIP * itemsize)
-        # Past the last input the last group is read again: its scales are numbers.
-        group = group + segment
-        group = w.select(group < self._groups, group, self._groups - 1)
-        return w.shared_pair(row + group * (STRIP * itemsize), dtype, start)
-
-    def _outside_the_loop(self) -> list[Any] | None:
-        """Each segment's group within the slice, where segments and groups are not the same thing."""
-        w, plan = self.w, self.plan
-        if plan.segment == plan.group_size:
-            return None
-        groups = []
-        for segment in range(plan.segments):
-            column = self.first_tile * COLUMNS + segment * plan.segment
-            group = column // plan.group_size - self._first_group
-            groups.append(w.select(group < self._groups, group, self._groups - 1))
-        return groups
+    def after(self, slot: Any) -> Any:
+        following = slot + self.plan.slot_bytes
+        return self.w.select(following < self.plan.ring_bytes, following, self.w.integer(0))

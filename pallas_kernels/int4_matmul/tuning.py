@@ -12,12 +12,16 @@ MULTIPROCESSORS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA GH2
 SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 2048
 """Shared memory of a multiprocessor, and what every block takes for the system (1 KB) and the compiler."""
 SHAPES = {
+    4: [(16, 2, 1), (16, 1, 1), (8, 1, 2), (4, 1, 4)],
     8: [(16, 2, 1), (8, 2, 2), (16, 1, 1), (8, 1, 2), (4, 1, 4)],
-    16: [(16, 2, 1), (8, 2, 2), (16, 1, 1), (8, 1, 2), (4, 1, 4)],
+    16: [(16, 2, 1), (16, 1, 1), (8, 1, 2), (4, 1, 4)],
     32: [(16, 1, 1), (8, 1, 2), (4, 1, 4)],
     64: [(8, 1, 1), (4, 1, 2)],
 }
-"""By the most rows, what x leaves registers for: warps, parts and blocks at once; the first of equals is taken."""
+"""By the most rows, what x leaves registers for: warps, parts and blocks at once; the first of equals is taken.
+
+Two blocks of 8 warps x 2 parts need at most 128 registers a thread each, to which ptxas keeps only for 5 to 8 rows.
+"""
 DIGITS_MAX_ROWS = 8
 
 
@@ -32,19 +36,19 @@ def _best(plan: Plan, multiprocessors: int) -> Plan:
     plans = []
     for warps, parts, resident in SHAPES[most_rows]:
         blocks, digits = multiprocessors * resident, plan.rows <= DIGITS_MAX_ROWS
-        schedule = Schedule(warps=warps, parts=parts, strips=2, depth=12, blocks=blocks, digits=digits)
+        schedule = Schedule(warps=warps, parts=parts, blocks=blocks, digits=digits)
         plans += _fitted(plan, schedule, resident)
     return min(plans, key=_waste)
 
 
 def _fitted(plan: Plan, schedule: Schedule, resident: int) -> list[Plan]:
-    """The plan with most weights in flight, then fewest additions of sums, for which shared memory has room, if any."""
+    """The plan with most weights in flight and fewest additions of sums for which shared memory has room, if any."""
     plans = []
     for depth, strips in itertools.product(range(1, schedule.depth + 1), range(1, schedule.strips + 1)):
         fitted = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, strips=strips, depth=depth))
-        if strips <= depth and (fitted.shared_bytes + RESERVED_BYTES) * resident <= SHARED_BYTES:
+        if (fitted.shared_bytes + RESERVED_BYTES) * resident <= SHARED_BYTES:
             plans.append(fitted)
-    return sorted(plans, key=lambda p: (p.schedule.depth, p.schedule.strips))[-1:]
+    return sorted(plans, key=lambda p: (p.schedule.depth * p.schedule.strips, p.schedule.depth))[-1:]
 
 
 def _waste(plan: Plan) -> float:

@@ -144,38 +144,6 @@ class Int4Warp:
         return Value(llvm.inline_asm(ir.F32Type.get(), [x.ir, source_lane.ir], ptx, "=f,f,r", has_side_effects=True))
 
     # From global to shared memory
-    def one_thread(self, body: Callable[[], None]) -> None:
-        """body() in one thread of the block."""
-        self.when(self.thread < 1, body)
-
-    def arrival_init(self, barrier: Value) -> None:
-        """Makes the 8 bytes at `barrier` an mbarrier on which one thread arrives."""
-        self._emit("mbarrier.init.shared::cta.b64 [$0], 1;", "r", arith.addi(self._scratch, barrier.ir))
-
-    def arrival_fence(self) -> None:
-        """New barriers are seen by the hardware that copies; other threads see them after a block barrier."""
-        self._emit("fence.mbarrier_init.release.cluster;", "")
-        self._emit("fence.proxy.async.shared::cta;", "")
-
-    def arrival_expect(self, barrier: Value, size: Value) -> None:
-        """Arrives, and has the barrier wait for `size` bytes too."""
-        address = arith.addi(self._scratch, barrier.ir)
-        self._emit("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r", address, size.ir)
-
-    def bulk_copy(self, address: Value, ref: ir.Value, offset: Value, size: Value, barrier: Value) -> None:
-        """Starts a copy of `size` bytes, a multiple of 16, from byte `offset` of `ref` to shared memory."""
-        ptx = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-        to, arrived = (arith.addi(self._scratch, v.ir) for v in (address, barrier))
-        self._emit(ptx, "r,l,r,r", to, self._pointer(ref, offset, 1), size.ir, arrived)
-
-    def arrival_wait(self, barrier: Value, parity: Value) -> None:
-        """Waits until the phase of this parity, 0 for the first, is complete."""
-        ptx = (
-            "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; "
-            "@done bra over; bra again; over: }"
-        )
-        self._emit(ptx, "r,r", arith.addi(self._scratch, barrier.ir), parity.ir)
-
     def copy_async(
         self, address: Value, ref: ir.Value, offset: Value, predicate: Value, *, to: int = 0, source: int = 0
     ) -> None:
@@ -194,10 +162,7 @@ class Int4Warp:
 
     # Global memory
     def load_words(self, ref: ir.Value, offset: Value, count: int, predicate: Value | None, constant: int = 0) -> Words:
-        """2 or 4 words of 16-bit elements from element `offset + constant` on; zero where the predicate is false.
-
-        A coherent load: with early launch, the kernel before may have written the array while this one had started.
-        """
+        """2 or 4 words of 16-bit elements from element `offset + constant` on; zero where the predicate is false."""
         i32, early = _int(32), "" if predicate is None else "&"
         results = [f"${i}" for i in range(count)]
         ptx = f"ld.global.v{count}.b32 {{{', '.join(results)}}}, [${count} + {2 * constant}];"
@@ -226,11 +191,12 @@ class Int4Warp:
         self._emit("@$2 st.global.b16 [$0], $1;", "l,h,b", self._pointer(ref, offset, 2), half, predicate.ir)
 
     # Shared memory
-    def shared_words(self, address: Value, constant: int = 0) -> Words:
-        """Four words from `address + constant`, a multiple of 16, on."""
-        ptx = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {constant}];"
+    def shared_words(self, address: Value, constant: int = 0, count: int = 4) -> Words:
+        """Two or four words from `address + constant`, a multiple of as many bytes, on."""
+        results = ", ".join(f"${i}" for i in range(count))
+        ptx = f"ld.shared.v{count}.b32 {{{results}}}, [${count} + {constant}];"
         pointer = arith.addi(self._scratch, address.ir)
-        got = mgpu_utils.inline_ptx(ptx, pointer, result_types=[_int(32)] * 4, has_side_effects=True)
+        got = mgpu_utils.inline_ptx(ptx, pointer, result_types=[_int(32)] * count, has_side_effects=True)
         return tuple(Value(v) for v in got)
 
     def shared_number(self, address: Value, constant: int = 0) -> Value:
@@ -294,10 +260,6 @@ class Int4Warp:
 
     def block_barrier(self) -> None:
         gpu.barrier()
-
-    def early_launch_wait(self) -> None:
-        """Waits until the kernel before has finished and its writes are visible."""
-        self._emit("griddepcontrol.wait;", "")
 
     def _pointer(self, ref: ir.Value, offset: Value, itemsize: int) -> ir.Value:
         base = llvm.ptrtoint(_int(64), mgpu_utils.memref_ptr(ref))
