@@ -14,7 +14,7 @@ import pathlib
 import jaxinfer as ji
 from benchmarks.decode import load, prompts
 from benchmarks.harness import Recorder
-from jaxinfer.speculative.comparison import Comparison, Run, compare, measure_plain
+from jaxinfer.speculative.comparison import Comparison, Run, compare, first_differences, measure_plain
 from jaxinfer.speculative.lossy import SyntheticAcceptance
 from jaxinfer.speculative.policy import FixedLength
 from jaxinfer.speculative.proposer import Draft
@@ -93,8 +93,8 @@ def record(recorder: Recorder, case: dict[str, object], found: Comparison, extra
 
 def machinery(recorder: Recorder, options: argparse.Namespace) -> None:
     """Target and draft of given shapes, acceptance by chance. The target's and the draft's own steps are timed too."""
-    target = load(options.target, options.dtype, options.int4)
-    small = None if options.draft is None else load(options.draft, options.dtype, options.int4)
+    target = load(options.target, options.dtype, options.int4, options.kv)
+    small = None if options.draft is None else load(options.draft, options.dtype, options.int4, options.kv)
     for batch in options.batch:
         ids = prompts(target, batch, options.prompt)
         params = ji.SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)
@@ -112,6 +112,7 @@ def machinery(recorder: Recorder, options: argparse.Namespace) -> None:
             case: dict[str, object] = {
                 "target": options.target,
                 "weights": quantisation(target.params),
+                "kv": str(target.cache_dtype),
                 "draft": options.draft or found.draft,
                 "k": k,
                 "batch": batch,
@@ -167,7 +168,8 @@ def measure_text(
         "task": task,
         "output": options.output,
     }
-    record(recorder, case, found, {})
+    gaps = [abs(difference.gap) for difference in first_differences(model, ids, found)]
+    record(recorder, case, found, {"largest_tie_gap": (max(gaps), "nats")} if gaps else {})
 
 
 def main() -> None:
@@ -181,6 +183,7 @@ def main() -> None:
     source.add_argument("--self", action="store_true", help="the target in 4 bits")
     synthetic.add_argument("--layers", type=int, default=None, help="lower layers that a self-draft has")
     synthetic.add_argument("--int4", action="store_true", help="packed layers in both models")
+    synthetic.add_argument("--kv", help="type of the caches, such as int8")
     synthetic.add_argument("--acceptance", type=float, default=0.8)
     synthetic.add_argument("--batch", type=int, nargs="+", default=[1])
     synthetic.add_argument("--prompt", type=int, default=128)

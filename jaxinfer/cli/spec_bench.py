@@ -9,7 +9,7 @@ from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scoring import score
 from jaxinfer.speculative.acceptance import Acceptance, Exact
-from jaxinfer.speculative.comparison import Comparison, compare, measure_plain
+from jaxinfer.speculative.comparison import Comparison, compare, first_differences, measure_plain
 from jaxinfer.speculative.drafts import Draft, ModelDraft, NgramDraft, SelfDraft
 from jaxinfer.speculative.lossy import LossyKL, LossyTopK, LossyTypical
 from jaxinfer.speculative.policy import FixedLength
@@ -40,6 +40,12 @@ def run(options: argparse.Namespace) -> int:
         found = compare(model, prompts, params, speculation, plain=plain, repeats=options.repeats)
         quality = None if acceptance.lossless else _quality(model, prompts, found)
         print(json_line(_record(found, acceptance, quality)) if options.json else found)
+        if acceptance.lossless and params.greedy and not options.json:
+            for difference in first_differences(model, prompts, found):
+                print(
+                    f"  prompt {difference.prompt_index} differs from token {difference.place} on, "
+                    f"a tie within {abs(difference.gap):.2g} nats"
+                )
         if quality is not None and not options.json:
             print(f"  {acceptance!r} is lossy: mean log-probability of a token under the target {quality[1]:.3f}, ")
             print(f"  of plain decoding's {quality[0]:.3f}")

@@ -9,6 +9,7 @@ from jaxinfer.generation import stream
 from jaxinfer.model import Model
 from jaxinfer.request import Prompt
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.scoring import score
 from jaxinfer.speculative.null_draft import NullDraft
 from jaxinfer.speculative.policy import FixedLength
 from jaxinfer.speculative.report import SpeculationReport, bars
@@ -92,6 +93,29 @@ def compare(
     _, _, verify_step = _measure(model, prompts, params, Speculation(NullDraft(k), policy=FixedLength()), repeats)
     run, report, step = _measure(model, prompts, params, speculation, repeats)
     return Comparison(speculation.draft.name, k, plain_run, run, report, plain_step, verify_step, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Where a completion first departs from plain decoding's. `gap` is how much more probable, in nats, the target
+    finds plain decoding's token there: nearly 0 (of either sign) is a tie that two programs round differently."""
+
+    prompt_index: int
+    place: int
+    gap: float
+
+
+def first_differences(model: Model, prompts: Sequence[Sequence[int]], found: Comparison) -> list[Difference]:
+    """Of greedy completions, one for each that differs, the tokens scored after their common beginning."""
+    differences = []
+    for (prompt, sample), plain in sorted(found.plain.token_ids.items()):
+        other = found.speculative.token_ids[prompt, sample]
+        place = next((index for index, pair in enumerate(zip(plain, other, strict=False)) if pair[0] != pair[1]), None)
+        if place is not None:
+            common = [*prompts[prompt], *plain[:place]]
+            own, drafted = score(model, [common, common], [[plain[place]], [other[place]]])
+            differences.append(Difference(prompt, place, own.logprob - drafted.logprob))
+    return differences
 
 
 def measure_plain(

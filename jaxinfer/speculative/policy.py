@@ -8,6 +8,7 @@ position i that are accepted when all before them are; divided by the step's tim
 import collections
 import dataclasses
 import logging
+import statistics
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -104,7 +105,8 @@ class Adaptive:
 
 
 class StepCosts:
-    """Seconds of a step by drafted length: the least of the last few, as a host only ever adds to a device's time."""
+    """Seconds of a step by drafted length: the median of the last few, as a chunk may hold a compilation, and a host
+    that is late takes from one chunk's time what it adds to another's."""
 
     def __init__(self) -> None:
         self._samples: dict[int, collections.deque[float]] = {}
@@ -116,11 +118,12 @@ class StepCosts:
         return len(self._samples.get(num_drafted, ()))
 
     def known(self) -> dict[int, float]:
-        return {length: min(samples) for length, samples in self._samples.items() if len(samples) >= MIN_SAMPLES}
+        enough = {length: samples for length, samples in self._samples.items() if len(samples) >= MIN_SAMPLES}
+        return {length: statistics.median(samples) for length, samples in enough.items()}
 
 
-MIN_SAMPLES = 2
-"""Chunks of one length before its cost is believed: the first may hold a compilation."""
+MIN_SAMPLES = 3
+"""Chunks of one length before its cost is believed."""
 DECAY = 0.9
 """What a chunk leaves of the counts before it: acceptance follows the last twenty chunks or so."""
 GAIN = 1.03

@@ -53,7 +53,7 @@ class Speculation:
             )
 
 
-def as_speculation(draft: Draft | Speculation) -> Speculation:
+def as_speculation(draft: object) -> Speculation:
     """What `generate` was given, as a Speculation. Raises ValueError for what is no draft."""
     if isinstance(draft, Speculation):
         return draft

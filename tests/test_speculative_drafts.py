@@ -1,0 +1,308 @@
+"""Drafts, policies and reports by themselves: lookups, 4-bit weights, a draft of a user's own, lengths, counts."""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import markov
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.cli import main
+from jaxinfer.config import ModelConfig
+from jaxinfer.generation import generate
+from jaxinfer.kv_cache import PagedKVCache
+from jaxinfer.model import Model
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_state import SamplerVariant
+from jaxinfer.speculative.acceptance import Proposal
+from jaxinfer.speculative.compatibility import expected_acceptance
+from jaxinfer.speculative.lossy import LossyTopK
+from jaxinfer.speculative.ngram import NgramDraft, lookup
+from jaxinfer.speculative.null_draft import NullDraft
+from jaxinfer.speculative.policy import (
+    FIRST_RETRY,
+    Adaptive,
+    FixedLength,
+    LengthByContext,
+    expected_tokens,
+    interpolated,
+)
+from jaxinfer.speculative.proposer import Draft, Rows, fit_vocabulary
+from jaxinfer.speculative.report import SpeculationReport
+from jaxinfer.speculative.self_draft import round_to_nearest
+from jaxinfer.speculative.speculation import Speculation
+from pallas_kernels.int4_matmul import dequantize
+
+ROOM = 24
+
+
+def looked_up(row: Sequence[int], min_n: int, max_n: int, k: int) -> list[int] | None:
+    """What prompt lookup is: the longest suffix that occurred before, where it occurred last; then on and round."""
+    last = len(row) - 1
+    for n in range(max_n, min_n - 1, -1):
+        for end in range(last - 1, n - 2, -1):
+            if row[end - n + 1 : end + 1] == row[last - n + 1 :]:
+                return [row[end + 1 + ahead % (last - end)] for ahead in range(k)]
+    return None
+
+
+find = jax.jit(lookup, static_argnums=(2, 3, 4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=ROOM), min_size=4, max_size=4))
+def test_lookup_finds_the_longest_and_latest_match(rows: list[list[int]]):
+    history = np.full((4, ROOM), 1, np.int32)  # what lies behind a row's end could match, and must not
+    for row, tokens in enumerate(rows):
+        history[row, : len(tokens)] = tokens
+    positions = np.array([len(tokens) - 1 for tokens in rows], np.int32)
+    tokens, found = find(jnp.asarray(history), jnp.asarray(positions), 2, 3, 5)
+    for row, own in enumerate(rows):
+        expected = looked_up(own, 2, 3, 5)
+        assert bool(found[row]) == (expected is not None)
+        if expected is not None:
+            assert tokens[row].tolist() == expected
+
+
+def test_lookup_by_hand():
+    """1 2 3 | 9 | 1 2: after 1 2 came 3 9 1 2, and then again; an idle row (-1) finds nothing."""
+    history = jnp.array([[1, 2, 3, 9, 1, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]], jnp.int32)
+    tokens, found = lookup(history, jnp.array([5, -1], jnp.int32), 1, 3, 6)
+    assert tokens[0].tolist() == [3, 9, 1, 2, 3, 9]
+    assert found.tolist() == [True, False]
+
+
+def test_an_ngram_draft_follows_a_repetition():
+    """Trap H7's prompt, one word 48 times: all drafts are accepted, and five tokens come a step."""
+    model = markov.model({5: 5})
+    speculation = Speculation(NgramDraft(k=4, min_n=2, max_n=5), policy=FixedLength())
+    params = SamplingParams(max_tokens=16, temperature=0.0)
+    [output] = generate(model, [[5] * 48], params, draft=speculation)
+    assert output.token_ids == (5,) * 16
+    assert speculation.report.acceptance_rate == 1.0
+    assert speculation.report.tokens_per_step == 5.0
+    assert speculation.report.histogram == [0, 0, 0, 0, 3]
+
+
+def test_rounded_weights_are_within_half_a_step():
+    """Groups of 64 inputs, the last one of 32; a group's step is its range, 0 included, over 15."""
+    weight = np.random.default_rng(0).normal(0, 0.1, (8, 96)).astype(np.float32)
+    rounded = np.asarray(dequantize(round_to_nearest(jnp.asarray(weight)), jnp.float32))
+    for start in (0, 64):
+        group = weight[:, start : start + 64]
+        step = (np.maximum(group.max(1), 0) - np.minimum(group.min(1), 0)) / 15
+        # Half a step for the code, half for the zero point; a bfloat16 scale is off by 2^-9, 15 steps by 15 times that.
+        errors = np.abs(rounded[:, start : start + 64] - group).max(1)
+        assert (errors <= step * (1.0 + 15 * 2**-9)).all()
+    assert np.abs(rounded - weight).mean() < 0.01
+
+
+def test_logits_of_another_width_are_padded_or_cut():
+    logits = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
+    assert fit_vocabulary(logits, 2).tolist() == [[0, 1], [3, 4]]
+    assert fit_vocabulary(logits, 4).tolist() == [[0, 1, 2, -np.inf], [3, 4, 5, -np.inf]]
+
+
+def test_expected_acceptance_is_the_overlap_along_a_text():
+    """Successors of probability 0.979: models that agree overlap by 1, those that do not by 2 / 64 or so."""
+    model = markov.model({1: 2, 2: 3}, scale=1.0)
+    assert expected_acceptance(model, model, [1, 2, 3, 4]) == pytest.approx(1.0, abs=1e-5)
+    other = markov.model({1: 9, 2: 8}, scale=1.0)
+    chance = np.exp(8) / (np.exp(8) + 63)
+    differs = 2 * (1 - chance) / 63 + 62 * (1 - chance) / 63
+    assert expected_acceptance(model, other, [1, 2]) == pytest.approx((differs + differs) / 2, abs=1e-4)
+    with pytest.raises(ValueError, match="a text of 1 tokens; expected at least 2"):
+        expected_acceptance(model, model, [1])
+
+
+# --- A draft of a user's own
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadDraft:
+    """What heads for several tokens would do: reads the target's last hidden state. `successors` are the head's."""
+
+    k: int
+    successors: tuple[int, ...]
+    name = "head"
+    draws = False
+    has_own_cache = False
+    bytes_per_token = 0
+
+    @property
+    def params(self) -> jax.Array:
+        return jnp.array(self.successors, jnp.int32)
+
+    def check(self, target: Model, longest: int) -> None: ...
+
+    def proposer(self, target: Model) -> "HeadProposer":
+        return HeadProposer(target.config)
+
+    def create_state(self, target: Model, num_pages: int, page_size: int, batch: int) -> jax.Array:
+        return jnp.zeros(batch, jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadProposer:
+    config: ModelConfig
+
+    def propose(
+        self,
+        params: jax.Array,
+        state: jax.Array,
+        cache: PagedKVCache,
+        rows: Rows,
+        variant: SamplerVariant,
+        num_drafted: int,
+        with_logits: bool,
+    ) -> tuple[Proposal, jax.Array, PagedKVCache]:
+        # In this test the hidden state is the embedding, times 8, of the token before the newest.
+        token = params[jnp.argmax(rows.hidden, axis=1).astype(jnp.int32)]
+        drafted = []
+        for _ in range(num_drafted):
+            token = params[token]
+            drafted.append(token)
+        proposal = Proposal(jnp.stack(drafted, axis=1), jnp.full_like(token, num_drafted))
+        return proposal, state, cache
+
+    def settle(self, state: jax.Array, positions: jax.Array) -> jax.Array:
+        return positions
+
+    def catch_up(
+        self, params: Any, state: Any, rows: Rows, running: jax.Array, chunk: int, from_empty: bool
+    ) -> jax.Array:
+        return state
+
+
+def test_a_further_draft_needs_the_protocol_alone():
+    """Its first step has no hidden state yet and fails; all later ones are accepted whole."""
+    successors = {token: token + 1 for token in range(61)}
+    model = markov.model(successors)
+    table = tuple(successors.get(token, markov.END) for token in range(markov.VOCAB))
+    draft = HeadDraft(3, table)
+    assert isinstance(draft, Draft)
+    speculation = Speculation(draft, policy=FixedLength())
+    [output] = generate(
+        model, [[10]], SamplingParams(max_tokens=1 + 1 + 12, temperature=0.0, ignore_eos=True), draft=speculation
+    )
+    assert output.token_ids == tuple(range(11, 25))
+    assert speculation.report.histogram == [1, 0, 0, 3]
+
+
+def test_a_null_draft_is_plain_decoding():
+    model = markov.model({token: token + 1 for token in range(61)})
+    speculation = Speculation(NullDraft(k=3), policy=FixedLength())
+    [output] = generate(model, [[10]], SamplingParams(max_tokens=9, temperature=0.0), draft=speculation)
+    assert output.token_ids == tuple(range(11, 20))
+    assert (speculation.report.tokens_per_step, speculation.report.judged) == (1.0, [0, 0, 0])
+
+
+# --- Policies
+
+
+def observe(controller: Any, k: int, accepted: int, seconds: float, chunks: int = 1) -> None:
+    for _ in range(chunks):
+        controller.observe(k, np.full((4, 1), k), np.full((4, 1), accepted), seconds)
+
+
+def test_expected_tokens_are_sums_of_products():
+    assert expected_tokens(np.array([10.0, 8.0]), np.array([8.0, 4.0])) == pytest.approx([1.0, 1.8, 2.2])
+    # An unmeasured position counts as the one before it: 0.5 + 0.25.
+    assert expected_tokens(np.array([10.0, 0.0]), np.array([5.0, 0.0])) == pytest.approx([1.0, 1.5, 1.75])
+    assert interpolated({0: 1.0, 4: 2.0}, (0, 2, 4)) == {0: 1.0, 2: 1.5, 4: 2.0}
+    assert interpolated({4: 2.0}, (0, 2, 4)) == {4: 2.0}
+
+
+def test_adaptive_times_both_ways_switches_off_and_on_and_says_so(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="jaxinfer")
+    controller = Adaptive((2, 4)).begin(4, 1, 1000)
+    assert [controller.choose(10) for _ in range(3)] == [4, 4, 4]
+    observe(controller, 4, 0, 1.2, 3)
+    # Nothing was accepted: plain steps are timed next.
+    assert controller.choose(10) == 0
+    observe(controller, 0, 0, 1.0, 3)
+    assert controller.choose(10) == 0
+    assert "speculation off: drafting runs at 0.91 times plain decoding (0% of drafted tokens" in caplog.text
+    # Off for a while, then tried again; a text that is easier now turns it on.
+    for _ in range(FIRST_RETRY):
+        observe(controller, 0, 0, 1.0)
+    assert [controller.choose(10) for _ in range(4)] == [4, 4, 4, 0]
+    observe(controller, 4, 4, 1.2, 3)
+    assert controller.choose(10) == 4
+    assert "speculation on again: k = 4" in caplog.text
+
+
+def test_adaptive_takes_a_middle_length_where_the_tail_is_refused():
+    """Two of four accepted: 3 tokens for an interpolated 1.5 against 3 for 2 and 1 for 1."""
+    controller = Adaptive((2, 4)).begin(4, 1, 1000)
+    observe(controller, 4, 2, 2.0, 3)
+    observe(controller, 0, 0, 1.0, 3)
+    assert controller.choose(10) == 2
+
+
+def test_adaptive_does_not_time_plain_steps_for_short_outputs():
+    controller = Adaptive().begin(4, 1, 32)
+    observe(controller, 4, 0, 1.0, 5)
+    assert controller.choose(10) == 4
+
+
+def test_costs_are_remembered_by_batch_size():
+    policy = Adaptive((4,))
+    observe(policy.begin(4, 8, 1000), 0, 0, 1.0, 3)
+    assert policy.begin(4, 8, 1000).costs.known() == {0: 1.0}
+    assert policy.begin(4, 4, 1000).costs.known() == {}
+
+
+def test_length_by_context():
+    policy = LengthByContext(((0, 4), (100, 2), (1000, 0))).begin(4, 1, 10)
+    assert [policy.choose(context) for context in (0, 99, 100, 999, 1000, 5000)] == [4, 4, 2, 2, 0, 0]
+    with pytest.raises(ValueError, match="pairs from context 0 upwards"):
+        LengthByContext(((10, 4),))
+    with pytest.raises(ValueError, match="length 4; expected 0 to the draft's k=2"):
+        policy.begin(2, 1, 10)
+    with pytest.raises(ValueError, match="expected some from 1 to the draft's k=2"):
+        Speculation(NgramDraft(k=2), policy=Adaptive((3,)))
+
+
+# --- Report
+
+
+def test_report_by_hand():
+    """Two steps of three rows, k = 2: accepted 2, 0 and idle; then 1, nothing proposed, idle."""
+    report = SpeculationReport()
+    report.add(2, np.array([[2, 2, -1], [2, 0, -1]]), np.array([[2, 0, -1], [1, 0, -1]]), 7, 0.5)
+    assert report.judged == [3, 2]
+    assert report.accepted == [2, 1]
+    assert report.acceptance_by_position == pytest.approx((2 / 3, 1 / 2))
+    assert report.acceptance_rate == pytest.approx(3 / 5)
+    assert report.histogram == [1, 1, 1]
+    assert report.mean_accepted_length == 1.0
+    assert report.tokens_per_step == pytest.approx(7 / 4)
+    report.add(0, np.array([[0, 0, -1]]), np.array([[0, 0, -1]]), 2, 0.1)
+    assert report.steps == {2: 2, 0: 1}
+    assert "acceptance by position: 67%  50%" in str(report)
+    assert "k = 2: 2 steps of 250.00 ms" in str(report)
+    assert "plain: 1 steps of 100.00 ms" in str(report)
+
+
+def test_spec_bench_prints_the_comparison(tmp_path, capsys: pytest.CaptureFixture[str]):
+    folder = markov.save(tmp_path / "model", {token: token + 1 for token in range(60)})
+    common = ["spec-bench", str(folder), "--prompt", "A", "--max-tokens", "12", "--repeats", "1"]
+    assert main([*common, "--draft", "self", "--k", "2", "--lossy", "top-k"]) == 0
+    shown = capsys.readouterr().out
+    assert "acceptance 100%, by position 100%  100%" in shown
+    assert "1 of 1 completions are those of plain decoding" in shown
+    assert "is lossy: mean log-probability" in shown
+    assert main([*common, "--draft", "self:none"]) == 2
+    assert "expected self:N with a number of layers" in capsys.readouterr().err
+
+
+def test_lossy_acceptance_is_announced(caplog: pytest.LogCaptureFixture):
+    Speculation(NgramDraft(), acceptance=LossyTopK())
+    assert "is not exact: outputs are not those of the target alone" in caplog.text
