@@ -19,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm.auto import tqdm
 
 from jaxinfer.evaluation.generation_options import GenerationOptions
+from jaxinfer.evaluation.open_chat import render_chat
 from jaxinfer.evaluation.sample_log import SampleLog, key_of
 from jaxinfer.generation import stream
 from jaxinfer.model import Model, load
@@ -29,8 +30,6 @@ from jaxinfer.tokenization import Tokenizer
 log = logging.getLogger("jaxinfer")
 
 NAME = "jaxinfer"
-CONTINUE_MARK = "\u2060continue here\u2060 "
-"""Stands where a chat's unfinished last message ends. The space shows whether the template trims messages."""
 
 
 class JaxinferLM(TemplateLM):
@@ -121,32 +120,14 @@ class JaxinferLM(TemplateLM):
         return ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text; without a generation prompt its last message is left open, to be continued.
-
-        A template that has no place for a system message is given the conversation without it, with a warning.
-        """
-        history = [dict(message) for message in chat_history]
-        if not add_generation_prompt:
-            history[-1]["content"] += CONTINUE_MARK
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "chat_template": self._chat_template,
+        """The conversation as text; without a generation prompt its last message is left open, to be continued."""
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=self._chat_template,
             **self._chat_template_args,
-        }
-        try:
-            text = self.tokenizer.render_chat(history, **options)
-        except ValueError as error:
-            rest = [message for message in history if message["role"] != "system"]
-            if len(rest) == len(history):
-                raise
-            log.warning("the chat is rendered without its system message: %s", error)
-            text = self.tokenizer.render_chat(rest, **options)
-        if add_generation_prompt:
-            return text
-        before, mark, after = text.rpartition(CONTINUE_MARK.rstrip())
-        if not mark:
-            raise ValueError("the chat template leaves out the last message, which was to be continued")
-        return before if after.startswith(" ") else before.rstrip()
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Chooses a chat template by name (True: the default one) and returns its source, None if there is none."""
