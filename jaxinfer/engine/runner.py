@@ -71,14 +71,14 @@ class Runner:
         self.state: DecodeState = self._blank(self.layout)
         slots = settings.rules.max_sequences
         self._table = np.full((slots, settings.page_widths[-1]), SCRATCH_PAGE, np.int32)
-        self._tabled: list[tuple[Track | None, int]] = [(None, 0)] * slots
-        """Whose pages a row of the table holds, and how many."""
+        self._tabled: list[tuple[Track | None, int, int]] = [(None, 0, 0)] * slots
+        """Whose pages a row of the table holds, since which of its admissions, and how many."""
 
     def reset(self) -> None:
         """Makes a new cache and state. What an interrupted call had been given may be gone."""
         self.free()
         self.cache, self.state = self._new_cache(), self._blank(self.layout)
-        self._tabled = [(None, 0)] * len(self._tabled)
+        self._tabled = [(None, 0, 0)] * len(self._tabled)
 
     def free(self) -> None:
         """Gives the device's memory back now, whoever still holds this object."""
@@ -157,13 +157,13 @@ class Runner:
 
     def _table_pages(self, sequence: Track) -> None:
         """Brings a sequence's row of the page table up to date."""
-        owner, count = self._tabled[sequence.slot]
-        if owner is not sequence:
+        owner, admission, count = self._tabled[sequence.slot]
+        if owner is not sequence or admission != sequence.num_admissions:  # preempted ones come back with other pages
             count = 0
             self._table[sequence.slot] = SCRATCH_PAGE
         if len(sequence.pages) > count:
             self._table[sequence.slot, count : len(sequence.pages)] = sequence.pages[count:]
-        self._tabled[sequence.slot] = (sequence, len(sequence.pages))
+        self._tabled[sequence.slot] = (sequence, sequence.num_admissions, len(sequence.pages))
 
     # --- Prefill
 

@@ -235,6 +235,7 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence, status: Status) -> None:
         sequence.status, sequence.slot, sequence.skipped = status, self._slots.pop(), 0
+        sequence.num_admissions += 1
         bisect.insort(self.running, sequence, key=lambda other: other.arrival)
 
     def _pieces(

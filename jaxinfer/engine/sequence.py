@@ -47,6 +47,8 @@ class Sequence:
     num_prefilled: int = 0
     num_dispatched: int = 0
     unread: int = 0
+    num_admissions: int = 0
+    """How often it was given a slot and pages."""
     skipped: int = 0
     """Decode chunks in a row that went without it."""
     num_preemptions: int = 0

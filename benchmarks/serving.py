@@ -1,0 +1,175 @@
+"""Latencies under load, of one queue and of two.
+
+    python -m benchmarks.serving --model qwen3-8b --policies          three rows: bf16 with a mixed queue; + INT4;
+                                                                      + separate queues
+    python -m benchmarks.serving --model qwen3-8b --interference      a 2048-token prompt every second beside readers
+
+`--policies` serves chat-like requests: Poisson arrivals, prompts of up to 2048 tokens most of which are short, answers
+of up to 512. `--interference` compares the time per output token of readers with and without the long prompts.
+"""
+
+import argparse
+import dataclasses
+import gc
+import pathlib
+
+import jax
+import numpy as np
+
+import jaxinfer as ji
+from benchmarks.harness import RESULTS, Recorder
+from benchmarks.llm import load
+from jaxinfer.engine.metrics import Latency
+from jaxinfer.engine.workload import Arrival, replay
+from pallas_kernels.int4_matmul import PackedInt4
+
+PARAMS = ji.SamplingParams(temperature=0.6, ignore_eos=True)
+
+
+def config(policy: str, arguments: argparse.Namespace) -> ji.EngineConfig:
+    """One configuration for both policies, so that they share their programs."""
+    return ji.EngineConfig(
+        max_decode_batch=arguments.batch,
+        max_context=arguments.longest * 2,
+        max_prefill_tokens=arguments.prefill_tokens,
+        prefill_lengths=tuple(arguments.longest >> shift for shift in reversed(range(5))),
+        prefill_rows=(1,),
+        decode_stall_ms=arguments.stall_ms,
+        policy="mixed" if policy == "mixed" else "separate",
+        prefix_cache=False,
+        sampling=(PARAMS,),
+    )
+
+
+def chat_arrivals(vocab: int, rate: float, seconds: float, longest: int) -> list[Arrival]:
+    """Lengths are log-normal, as those of conversations are: median prompt longest / 8, answer longest / 16."""
+    rng = np.random.default_rng(0)
+    arrivals, now = [], 0.0
+    while (now := now + rng.exponential(1 / rate)) < seconds:
+        prompt = int(np.clip(rng.lognormal(np.log(longest / 8), 1.0), 4, longest))
+        output = int(np.clip(rng.lognormal(np.log(longest / 16), 0.7), 2, longest / 4))
+        ids = rng.integers(0, vocab, prompt).tolist()
+        arrivals.append(Arrival(now, ids, dataclasses.replace(PARAMS, max_tokens=output)))
+    return arrivals
+
+
+def reading_arrivals(vocab: int, readers: int, seconds: float, longest: int, disturbed: bool) -> list[Arrival]:
+    """Readers with short prompts from the start; disturbed: a prompt of `longest` tokens each second, one token out."""
+    rng = np.random.default_rng(0)
+
+    def ids(length: int) -> list[int]:
+        return rng.integers(0, vocab, length).tolist()
+
+    output = longest // 2
+    long = dataclasses.replace(PARAMS, max_tokens=1)
+    arrivals = [Arrival(0.0, ids(64), dataclasses.replace(PARAMS, max_tokens=output)) for _ in range(readers)]
+    if disturbed:
+        arrivals += [Arrival(float(second), ids(longest), long) for second in range(1, int(seconds))]
+    return arrivals
+
+
+def serve(model: ji.Model, policy: str, arrivals: list[Arrival], arguments: argparse.Namespace) -> ji.EngineMetrics:
+    """Warms up, serves, and frees the memory."""
+    with ji.Engine(model, config(policy, arguments)) as engine:
+        engine.warmup()
+        replay(engine, [Arrival(0.0, arrivals[0].prompt, dataclasses.replace(PARAMS, max_tokens=2))])
+        engine.reset_metrics()
+        replay(engine, arrivals)
+        metrics = engine.metrics()
+        if arguments.timeline is not None:
+            name = f"{arguments.timeline.stem}-{weights_of(model)}-{policy}{arguments.timeline.suffix}"
+            engine.plot_timeline(arguments.timeline.with_name(name))
+    print(metrics, flush=True)
+    return metrics
+
+
+def weights_of(model: ji.Model) -> str:
+    return "int4" if isinstance(model.params.layers[0].down, PackedInt4) else str(model.dtype)
+
+
+def recorder(folder: pathlib.Path | None) -> Recorder:
+    return Recorder("throughput", folder or RESULTS)
+
+
+def latencies(metrics: ji.EngineMetrics) -> dict[str, tuple[float, str]]:
+    def p95(latency: Latency) -> tuple[float, str]:
+        return latency.p95 * 1e3, "ms"
+
+    return {
+        "tpot_p95_ms": p95(metrics.time_per_output_token),
+        "ttft_p95_ms": p95(metrics.time_to_first_token),
+        "e2e_p95_ms": p95(metrics.end_to_end),
+        "busy_share": (metrics.busy_share, ""),
+        "occupancy": (metrics.batch_occupancy, ""),
+        "compilations_after_warmup": (metrics.compilations_after_warmup, ""),
+    }
+
+
+def peak_memory() -> dict[str, tuple[float, str]]:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {"peak_gb": (stats["peak_bytes_in_use"] / 1e9, "GB")} if "peak_bytes_in_use" in stats else {}
+
+
+def policies(arguments: argparse.Namespace) -> None:
+    """The three rows, each with its speed-up over the first: how much sooner 95 % of the answers are complete."""
+    first = None
+    for int4, rows in ((False, ["mixed"]), (True, ["mixed", "separate"])):
+        model = load(arguments.model, int4)
+        arrivals = chat_arrivals(model.config.num_tokens, arguments.rate, arguments.seconds, arguments.longest)
+        for policy in rows:
+            metrics = serve(model, policy, arrivals, arguments)
+            first = first or metrics.end_to_end.p95
+            case = {"model": arguments.model, "weights": weights_of(model), "requests": len(arrivals)}
+            case |= {"policy": policy, "rate": arguments.rate, "longest": arguments.longest}
+            found = {
+                "output_tokens_per_s": (metrics.output_tokens_per_s, "tok/s"),
+                "speed_up": (first / metrics.end_to_end.p95, "times"),
+            }
+            recorder(arguments.results).record(case, found | latencies(metrics) | peak_memory())
+        del model
+        gc.collect()
+
+
+def interference(arguments: argparse.Namespace) -> None:
+    """The readers' P95 of the time per output token, disturbed over quiet."""
+    model = load(arguments.model, arguments.int4)
+    per_token = {}
+    for name, disturbed in (("quiet", False), ("disturbed", True)):
+        arrivals = reading_arrivals(
+            model.config.num_tokens, arguments.readers, arguments.seconds, arguments.longest, disturbed
+        )
+        metrics = serve(model, "separate", arrivals, arguments)
+        per_token[name] = metrics.time_per_output_token.p95  # one-token requests have none: the readers' alone
+        case = {"model": arguments.model, "weights": weights_of(model), "requests": arguments.readers, "policy": name}
+        found = {"output_tokens_per_s": (metrics.output_tokens_per_s, "tok/s")} | latencies(metrics)
+        if disturbed:
+            found["tpot_p95_ratio"] = (per_token["disturbed"] / per_token["quiet"], "times")
+        recorder(arguments.results).record(case, found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a shape of benchmarks/shapes, or anything jaxinfer loads")
+    parser.add_argument("--policies", action="store_true")
+    parser.add_argument("--interference", action="store_true")
+    parser.add_argument("--int4", action="store_true", help="packed layers, for --interference")
+    parser.add_argument("--rate", type=float, default=20.0, help="arrivals a second, for --policies")
+    parser.add_argument("--readers", type=int, default=32, help="for --interference")
+    parser.add_argument("--seconds", type=float, default=20.0, help="during which requests arrive")
+    parser.add_argument("--longest", type=int, default=2048, help="prompt, a multiple of 1024")
+    parser.add_argument("--batch", type=int, default=128, help="sequences decoded at once")
+    parser.add_argument("--prefill-tokens", type=int, default=8192, help="of prompts in one round")
+    parser.add_argument("--stall-ms", type=float, default=30.0, help="longest that decoding waits for prefill")
+    parser.add_argument("--timeline", type=pathlib.Path, help="pictures, named after this one")
+    parser.add_argument("--results", type=pathlib.Path, help="folder for the JSON lines")
+    arguments = parser.parse_args()
+    if not (arguments.policies or arguments.interference):
+        parser.error("nothing to measure; give --policies or --interference")
+    if arguments.policies:
+        policies(arguments)
+    if arguments.interference:
+        interference(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The soak of `benchmarks/soak.py` in short: random submits, aborts, failing callbacks, interrupts and preemptions, each
+answer compared with what the request gets alone."""
+
+import gc
+import logging
+
+import engine_cases as cases
+import jax
+import pytest
+
+from benchmarks.soak import Soak
+from jaxinfer.engine.sequence import Sequence
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_nothing_is_lost_mixed_up_or_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "jaxinfer")  # of failing callbacks there are many
+    prompts = [cases.prompt(1 + 7 * index % 50, index) for index in range(24)]
+    with cases.engine() as engine:
+        soak = Soak(engine, prompts)
+        for _ in range(100):
+            soak.round()
+        memory = live_bytes()
+        for _ in range(900):
+            soak.round()
+        assert live_bytes() == memory
+        soak.drain()
+        assert engine.metrics().preemptions > 10
+        assert soak.totals.ended.keys() >= {"length", "abort", "error"}
+
+
+def test_sequence_that_comes_back_to_its_slot_has_its_new_pages_in_the_table() -> None:
+    """After a preemption a sequence may get the slot it had, with other pages. A longer soak caught it."""
+    with cases.engine() as engine:
+        runner = engine._runner
+        assert runner is not None
+        track = Sequence([1, 2, 3], num_prompt=3, max_tokens=9, group=0)
+        track.slot, track.pages, track.num_admissions = 2, [7, 8, 9], 1
+        runner._table_pages(track)
+        track.pages = [7, 8, 9, 10]
+        runner._table_pages(track)
+        assert runner._table[2, :6].tolist() == [7, 8, 9, 10, 0, 0]
+        track.pages, track.num_admissions = [4, 8], 2
+        runner._table_pages(track)
+        assert runner._table[2, :6].tolist() == [4, 8, 0, 0, 0, 0]
