@@ -253,7 +253,9 @@ def test_kernel_on_the_gpu(rows, out_features, in_features, group_size, kind) ->
     packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
     product = jax.jit(lambda x, w: int4_matmul(x, w, backend="mosaic", out_dtype=jnp.float32))
     outs = [np.asarray(product(jnp.asarray(x), packed)) for _ in range(3)]
-    assert error(outs[0], x, values) < (3e-6 if rows < wide_tuning.WIDE_ROWS else 3e-3)
+    # Exact products; sums of 128 + code that cancel; weights rounded to bfloat16.
+    allowed = 3e-6 if rows <= tuning.DIGITS_MAX_ROWS else 1e-5 if rows < wide_tuning.WIDE_ROWS else 3e-3
+    assert error(outs[0], x, values) < allowed
     assert all(np.array_equal(outs[0], out) for out in outs)
 
 
