@@ -257,9 +257,7 @@ class Batch:
         page_table = np.where(rows[:, None] >= 0, self.page_table[rows, :width], kv_cache.SCRATCH_PAGE)
         context_lengths = np.where(rows >= 0, self.context_lengths[rows], 0).astype(np.int32)
         starts = np.where(lengths > 0, start, 0).astype(np.int32)
-        *arguments, context_lengths, targets = jax.device_put(
-            (tokens[:, :chunk], lengths, starts, page_table, context_lengths, tokens[:, 1:])
-        )
+        *arguments, context_lengths = jax.device_put((tokens[:, :chunk], lengths, starts, page_table, context_lengths))
         options = {"config": self.model.config, "context_lengths": context_lengths, "from_empty": start == 0}
         wanted = [self.requests[row].params.prompt_logprobs for row in group.rows]
         most = max((count for count in wanted if count is not None), default=None)
@@ -270,7 +268,7 @@ class Batch:
             self.model.params,
             self.cache,
             *arguments,
-            targets,
+            jnp.asarray(tokens[:, 1:]),
             num_logprobs=most,
             **options,
         )
