@@ -23,8 +23,7 @@ from tests import paged_attention_cases as cases
 from tests.interpreted_triton import BLOCK_BYTES, compile_for, interpreter, needs_triton
 from tests.paged_attention_cases import Case
 
-TAKEN = [case for case in CASES if case.kv != "int4"]
-INTERPRETED = [case for case in TAKEN if case.kv != "float8_e4m3fn"]  # NumPy has no float8
+INTERPRETED = [case for case in CASES if case.kv != "float8_e4m3fn"]  # NumPy has no float8
 
 
 def options_of(case: Case) -> dict[str, Any]:
@@ -73,6 +72,7 @@ def test_kernels_interpreted(interpreted, case: Case, splits: int, dtype: type) 
         Case((33, 128), head_dim=80, q_heads=6, page_size=32, kv="int8"),
         Case((5, 0, 40), tokens=5, q_heads=16, kv_heads=1, window=20, softcap=30.0),
         Case((77,), head_dim=64, page_size=64, pages_per_row=2, kv="float8_e4m3fn"),
+        Case((33, 128), head_dim=128, kv="int4"),
     ],
     ids=lambda case: f"{case.tokens}x{case.head_dim}{case.kv}",
 )
@@ -99,7 +99,7 @@ def test_compiles_for(capability: int, case: Case, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_schedules(pairs, rows, head_dim, max_keys, card, expected) -> None:
-    sizes = {"pairs": pairs, "rows": rows, "head_dim": head_dim, "itemsize": 2, "max_keys": max_keys}
+    sizes = {"pairs": pairs, "rows": rows, "width": head_dim, "itemsize": 2, "max_keys": max_keys}
     assert schedule_for(**sizes, exact=False, multiprocessors=card[0], capability=card[1]) == expected
 
 
@@ -112,7 +112,7 @@ def test_reads_lengths_wherever_a_kernel_attends(monkeypatch: pytest.MonkeyPatch
     assert reads_lengths(f32, "float32", 80, 32)
     assert reads_lengths(bf16, "int8", 128, 16)
     assert not reads_lengths(bf16, "float8_e4m3fn", 128, 16)  # not before 8.9
-    assert not reads_lengths(bf16, "int4", 128, 16)
+    assert reads_lengths(bf16, "int4", 128, 16)
     assert not reads_lengths(bf16, "bfloat16", 320, 16)
     monkeypatch.setenv("JAXINFER_KERNELS", "reference")
     assert not reads_lengths(bf16, "bfloat16", 128, 16)
@@ -134,7 +134,7 @@ def test_explain_says_why_not_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", TAKEN)
+@pytest.mark.parametrize("case", CASES)
 def test_triton_gpu(case: Case) -> None:
     """Against float64, through the API; the same bits on every run; and with three splits."""
     arrays = cases.make(case)

@@ -42,8 +42,6 @@ def refusal(dtype: jnp.dtype, kv: str, head_dim: int, page_size: int, tokens: in
     """Why the Triton kernels do not take queries of `dtype` over pages that hold `kv`; None if they do."""
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"it needs queries of bfloat16, float16 or float32, not {dtype}"
-    if kv == "int4":
-        return "it has no int4 pages; int8 ones are as exact as its products"
     if tokens > MAX_TOKENS:
         return f"it takes up to {MAX_TOKENS} query tokens, not {tokens}"
     if head_dim % 16 or head_dim > 256:
@@ -60,20 +58,20 @@ def schedule_for(
     *,
     pairs: int,
     rows: int,
-    head_dim: int,
+    width: int,
     itemsize: int,
     max_keys: int,
     exact: bool,
     multiprocessors: int,
     capability: str,
 ) -> Schedule:
-    """The schedule for `pairs` (sequence, KV head) of `rows` query rows over up to `max_keys` keys each.
+    """The schedule for `pairs` (sequence, KV head) of `rows` query rows over up to `max_keys` keys of `width` elements.
 
     Blocks are as many as run at once; if the pairs alone are more, enough for several rounds, so that the last one
     matters little. `max_keys` stands for the lengths, which are not known yet.
     """
     block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    width = _power_of_two(head_dim)
+    width = _power_of_two(width)
     keys = max(16, min(64, TILE_BYTES // (width * itemsize)))
     if width > 128:
         keys, stages = 32, 3  # half the stages: 16 KB tiles
@@ -109,14 +107,14 @@ def paged_attention(
     from pallas_kernels.paged_attention import triton_kernels
 
     batch, tokens, q_heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
+    _, kv_heads, page_size, width = k_pages.shape
     rows = tokens * (q_heads // kv_heads)
     if schedule is None:
         keys = page_table.shape[1] * page_size
         schedule = schedule_for(
             pairs=batch * kv_heads,
             rows=rows,
-            head_dim=head_dim,
+            width=width,
             itemsize=k_pages.dtype.itemsize,
             max_keys=keys if window is None else min(keys, window + tokens),
             exact=q.dtype == jnp.float32,
@@ -124,7 +122,7 @@ def paged_attention(
             capability=triton_backend.capability(),
         )
     heads = {"TOKENS": tokens, "Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim}
-    sizes = heads | {"BLOCK_D": _power_of_two(head_dim), "SPLITS": schedule.splits}
+    sizes = heads | {"SPLITS": schedule.splits}
     parts = (batch, kv_heads, schedule.splits, rows)
     k_scales, v_scales = (lengths, lengths) if scales is None else scales  # not read where there are none
     partial, maximum, total = triton_backend.call(
@@ -138,6 +136,7 @@ def paged_attention(
         grid=(batch * kv_heads, schedule.splits, -(-rows // schedule.block_rows)),
         num_warps=schedule.warps,
         num_stages=schedule.stages,
+        WIDTH=width,
         PAGE=page_size,
         PAGES=page_table.shape[1],
         SCALE=scale,
@@ -145,6 +144,7 @@ def paged_attention(
         SOFTCAP=softcap,
         CODES=scales is not None,
         BLOCK_R=schedule.block_rows,
+        BLOCK_W=max(16, _power_of_two(width)),
         KEYS=schedule.keys,
         STAGES=schedule.stages,
         **sizes,
@@ -157,6 +157,7 @@ def paged_attention(
         num_warps=4,
         num_stages=1,
         SINKS=sinks is not None,
+        BLOCK_D=_power_of_two(head_dim),
         BLOCK_S=_power_of_two(schedule.splits),
         **sizes,
     )

@@ -20,6 +20,12 @@ def product(a, b, acc):
 
 
 @kernel
+def int4(codes, dtype: tl.constexpr):
+    """Codes from 0 to 15 less 8: as the last bits of a float32 near 2^23, which costs a quarter of a conversion."""
+    return ((codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0).to(dtype)
+
+
+@kernel
 def paged_attention_split(
     q_ptr,
     k_ptr,
@@ -35,6 +41,7 @@ def paged_attention_split(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     PAGES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -42,7 +49,7 @@ def paged_attention_split(
     SOFTCAP: tl.constexpr,
     CODES: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -50,9 +57,10 @@ def paged_attention_split(
     """Attention of BLOCK_R query rows that share a KV head over one split of their sequence's keys.
 
     Query row r of a sequence and KV head is head r % group of token r // group. A warp owns 16 query rows, so maxima
-    and sums stay inside it. Pages hold numbers of q's dtype, or CODES, whose scales multiply logits and weights. The
-    splits share the keys that a sequence can see, whose number is only known here. Writes the weighted values, not
-    normalised, and the logits' maximum (times log2 e) and sum; a split without keys writes no values.
+    and sums stay inside it. Pages hold numbers of q's dtype or CODES, whose scales multiply logits and weights; where a
+    row's WIDTH is half its HEAD_DIM, a byte has the codes of elements d and WIDTH + d. The splits share the keys that a
+    sequence can see, whose number is only known here. Writes the weighted values, not normalised, and the logits'
+    maximum (times log2 e) and sum; a split without keys writes no values.
     """
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -60,14 +68,21 @@ def paged_attention_split(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     ROWS: tl.constexpr = TOKENS * GROUP
     LOG2_E: tl.constexpr = 1.4426950408889634
+    HALVES: tl.constexpr = WIDTH < HEAD_DIM
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_W)
     length = tl.load(lengths_ptr + sequence)
     position = length - TOKENS + row // GROUP  # the last key that a query row sees
 
     query = ((sequence * TOKENS + row // GROUP) * Q_HEADS + kv_head * GROUP + row % GROUP).to(tl.int64)
-    inside = (row < ROWS)[:, None] & (d < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + query[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    inside = (row < ROWS)[:, None] & (d < WIDTH)[None, :]
+    queries = q_ptr + query[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(queries, mask=inside, other=0.0)
+    acc = tl.zeros((BLOCK_R, BLOCK_W), tl.float32)
+    high_q, high_acc = q, acc
+    if HALVES:
+        high_q = tl.load(queries + WIDTH, mask=inside, other=0.0)
 
     start = 0
     if WINDOW is not None:
@@ -78,21 +93,25 @@ def paged_attention_split(
 
     maximum = tl.full((BLOCK_R,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)
-    acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for begin in tl.range(first, last, KEYS, num_stages=STAGES):
         key = begin + tl.arange(0, KEYS)
         # What lies past the length may be NaN, and 0 * NaN is NaN: the last key is read again instead.
         stored = tl.minimum(key, length - 1)
         page = tl.load(table_ptr + sequence * PAGES + stored // PAGE)
         slot = (page.to(tl.int64) * KV_HEADS + kv_head) * PAGE + stored % PAGE
-        place = slot * HEAD_DIM
-        if BLOCK_D == HEAD_DIM:
+        place = slot * WIDTH
+        if BLOCK_W == WIDTH:
             k = tl.load(k_ptr + place[None, :] + d[:, None])
             v = tl.load(v_ptr + place[:, None] + d[None, :])
         else:
-            k = tl.load(k_ptr + place[None, :] + d[:, None], mask=(d < HEAD_DIM)[:, None], other=0.0)
-            v = tl.load(v_ptr + place[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
-        logits = product(q, k.to(q.dtype), tl.zeros((BLOCK_R, KEYS), tl.float32))
+            k = tl.load(k_ptr + place[None, :] + d[:, None], mask=(d < WIDTH)[:, None], other=0)
+            v = tl.load(v_ptr + place[:, None] + d[None, :], mask=(d < WIDTH)[None, :], other=0)
+        logits = tl.zeros((BLOCK_R, KEYS), tl.float32)
+        if HALVES:
+            logits = product(q, int4(k & 15, dtype), logits)
+            logits = product(high_q, int4(k >> 4, dtype), logits)
+        else:
+            logits = product(q, k.to(dtype), logits)
         if CODES:
             logits = logits * tl.load(k_scales_ptr + slot)[None, :]
         if SOFTCAP is not None:
@@ -109,15 +128,23 @@ def paged_attention_split(
         decay = tl.exp2(maximum - peak)
         weights = tl.exp2(logits - peak[:, None])
         total = total * decay + tl.sum(weights, 1)
+        maximum = peak
         if CODES:
             weights = weights * tl.load(v_scales_ptr + slot)[None, :]
-        acc = product(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None])
-        maximum = peak
+        weights = weights.to(dtype)
+        if HALVES:
+            acc = product(weights, int4(v & 15, dtype), acc * decay[:, None])
+            high_acc = product(weights, int4(v >> 4, dtype), high_acc * decay[:, None])
+        else:
+            acc = product(weights, v.to(dtype), acc * decay[:, None])
 
     part = ((tl.program_id(0) * SPLITS + split) * ROWS + row).to(tl.int64)
     tl.store(maximum_ptr + part, maximum, mask=row < ROWS)
     tl.store(total_ptr + part, total, mask=row < ROWS)
-    tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=inside & (first < last))
+    values = partial_ptr + part[:, None] * HEAD_DIM + d[None, :]
+    tl.store(values, acc, mask=inside & (first < last))
+    if HALVES:
+        tl.store(values + WIDTH, high_acc, mask=inside & (first < last))
 
 
 @kernel
