@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import jax
 
@@ -15,12 +16,62 @@ def free_device_bytes() -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
-def free_host_bytes() -> int:
-    """Memory that the operating system can still give; where it does not tell, all of it."""
-    meminfo = pathlib.Path("/proc/meminfo")
+def free_host_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
+    """Memory that the operating system can still give; where it does not tell, all of it.
+
+    In a container it is what the container's control groups allow, if that is less: the kernel ends a process that
+    takes more, whatever the machine has. `root` is where `/proc` and `/sys` are.
+    """
+    meminfo = root / "proc/meminfo"
     if meminfo.exists():  # MemAvailable counts cached files, which give way; sysconf's free pages do not
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return min(int(fields["MemAvailable"].split()[0]) * 1024, *_free_in_control_groups(root), sys.maxsize)
     if hasattr(os, "sysconf"):  # macOS
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return sys.maxsize
+
+
+def _free_in_control_groups(root: pathlib.Path) -> Iterator[int]:
+    """Bytes left in each memory control group around this process: its own, and those that contain it.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html. A container often sees its own group
+    as the root of the mount while `/proc/self/cgroup` has the host's path: so the root is asked as well.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux, or a kernel without control groups
+        return
+    for line in lines:  # hierarchy:controllers:path, without controllers in version 2
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, limit, usage, cached = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limit, usage = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        group = pathlib.PurePosixPath(path.removeprefix("/"))
+        for level in (group, *group.parents):
+            folder = root / mount / level
+            allowed, used = _number(folder / limit), _number(folder / usage)
+            if allowed is not None and used is not None:
+                # Cached files count as used and give way, as they do in MemAvailable.
+                yield max(0, allowed - max(0, used - _statistic(folder / "memory.stat", cached)))
+
+
+def _number(path: pathlib.Path) -> int | None:
+    """The number in a file; None for `max` and where there is no such file."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _statistic(path: pathlib.Path, name: str) -> int:
+    """A line of `memory.stat`, 0 where it is not there."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(value) for key, value in map(str.split, lines) if key == name), 0)
