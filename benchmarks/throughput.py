@@ -40,8 +40,10 @@ def options_for(engine: str, longest: int, batch: int, prefill_rows: list[int], 
         "max_model_len": 2 * longest,
         "int4": int4,
         "max_decode_batch": batch,
-        "max_prefill_tokens": max(8192, longest),
-        "prefill_lengths": tuple(range(step, longest + step, step)),
+        "max_prefill_tokens": 16 * longest,
+        "prefill_lengths": (*range(step, longest + step, step), 2 * longest),  # whole prompts, none in pieces
+        "decode_stall_tokens": 2 * longest,
+        "decode_rows": tuple(sorted({min(rows, batch) for rows in (32, 64, 128, batch)})),
         "prefill_rows": tuple(prefill_rows),
         "prefix_cache": False,  # as for vLLM
         "sampling": (ji.SamplingParams(temperature=0.6),),

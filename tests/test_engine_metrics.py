@@ -4,14 +4,18 @@ import dataclasses
 import pathlib
 import re
 import sys
+from typing import Literal
 
 import engine_cases as cases
 import jax
 import numpy as np
 import pytest
 
+from jaxinfer import kv_cache
+from jaxinfer.engine.config import settle
 from jaxinfer.engine.layout import Layouts, SamplerLayout, listed
 from jaxinfer.engine.metrics import Latency, Meter, Span
+from jaxinfer.engine.programs import Programs, Size
 from jaxinfer.engine.timeline import plot_timeline
 from jaxinfer.sampling_params import SamplingParams
 
@@ -70,6 +74,21 @@ def test_needs_beyond_the_examples_compile_once_and_are_counted() -> None:
             said.append(next(long))
         said += long
         assert sum((delta.token_ids for delta in said), ()) == cases.expected()[0].token_ids
+
+
+@pytest.mark.parametrize("kind", ["decode", "copy"])
+def test_the_engine_s_programs_update_the_cache_in_place(kind: Literal["decode", "copy"]) -> None:
+    """A pool of 65,536 pages that is only described: no temporary of that size, and everything aliased."""
+    settings = dataclasses.replace(settle(cases.CONFIG, cases.model()), num_pages=1 << 16)
+    model = cases.model()
+    cache = jax.eval_shape(lambda: kv_cache.create(model.config, 1 << 16, 4, model.dtype))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    greedy = SamplerLayout.required(cases.params(), model.config)
+    lowered = Programs(model, settings, cache)._lower(Size(kind, rows=4, width=16, layout=greedy))
+    memory = lowered.compile().memory_analysis()
+    assert size > 6 * 10**7
+    assert memory.temp_size_in_bytes < size // 50
+    assert 0 <= memory.alias_size_in_bytes - size < 10_000  # the decode state is donated too
 
 
 def test_layouts_choose_the_narrowest_that_serves() -> None:

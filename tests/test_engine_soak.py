@@ -1,5 +1,5 @@
-"""The soak of `benchmarks/soak.py` in short: random submits, aborts, failing callbacks, interrupts and preemptions, each
-answer compared with what the request gets alone."""
+"""The soak of `benchmarks/soak.py` in short: random submits, aborts, failing callbacks, interrupts and preemptions,
+each answer compared with what the request gets alone."""
 
 import gc
 import logging

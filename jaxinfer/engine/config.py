@@ -104,6 +104,8 @@ class Settings:
     page_widths: tuple[int, ...]
     """Widths of page tables that decode programs exist for, ascending; prefill has the last."""
     layouts: tuple[SamplerLayout, ...]
+    continues: bool
+    """Whether prefill may have to begin behind a cached prefix or an earlier piece: a program of its own."""
     scored: tuple[int, ...]
     """Numbers of listed logprobs of prompts that programs exist for."""
 
@@ -151,9 +153,21 @@ def settle(config: EngineConfig, model: Model) -> Settings:
         policy=config.policy,
     )
     layouts = tuple(dict.fromkeys(SamplerLayout.required(row, model.config) for row in config.sampling))
+    whole = min(tokens, rules.stall_tokens) if config.policy == "separate" else tokens
+    cuts = longest > lengths[-1] or lengths[-1] > whole or config.decode_stall_ms is not None
     wanted = [row.prompt_logprobs for row in config.sampling]
     scored = tuple(sorted({listed(count, model.config) for count in wanted if count is not None}))
-    return Settings(rules, num_pages, longest, config.prefill_rows, decode_rows, widths, layouts, scored)
+    return Settings(
+        rules,
+        num_pages,
+        longest,
+        config.prefill_rows,
+        decode_rows,
+        widths,
+        layouts,
+        config.prefix_cache or cuts,
+        scored,
+    )
 
 
 def _ladder(first: int, factor: int, last: int) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ class Programs:
                 for width in settings.page_widths:
                     yield Size("decode", rows=rows, width=width, layout=layout)
         for rows, length in self.prefill_sizes():
-            for from_empty in (True, False):
+            for from_empty in (True, False) if settings.continues else (True,):
                 yield Size("prefill", rows=rows, length=length, from_empty=from_empty)
                 if rows == settings.prefill_rows[0]:
                     for count in settings.scored:

@@ -164,15 +164,16 @@ class Scheduler:
 
     def _prefill(self, plan: Plan, bound: int | None) -> tuple[int, bool]:
         """Plans pieces. Returns the tokens they cost and whether more could follow in another round."""
-        whole = self.rules.max_prefill_tokens
+        whole = left = self.rules.max_prefill_tokens
         if bound is not None:
-            whole = max(min(whole, bound - self._stalled), self.rules.prefill_lengths[0])
+            whole = max(min(whole, bound), self.rules.prefill_lengths[0])
+            left = whole if self._stalled == 0 else min(whole, bound - self._stalled)
         spent = 0
         written: set[int] = set()
         """Pages that pieces of this round write which do not begin a sequence."""
         prefilling = [sequence for sequence in self.running if sequence.status is Status.PREFILLING]
         for sequence in prefilling:
-            spent += self._pieces(plan, sequence, whole - spent, whole, written, after_pieces=False)
+            spent += self._pieces(plan, sequence, left - spent, whole, written, after_pieces=False)
             if sequence.status is Status.PREFILLING:
                 return spent, True
         while self.waiting:
@@ -180,12 +181,12 @@ class Scheduler:
             siblings = (other for other in self.running if other.group == sequence.group)
             if sequence.unread or any(other.status is Status.PREFILLING for other in siblings):
                 return spent, False
-            if self.rules.prefill_lengths[0] > whole - spent:
+            if self.rules.prefill_lengths[0] > left - spent:
                 return spent, True
             if not self._admit(sequence):
                 return spent, False
             after = not written.isdisjoint(sequence.pages)
-            cost = self._pieces(plan, sequence, whole - spent, whole, written, after_pieces=after)
+            cost = self._pieces(plan, sequence, left - spent, whole, written, after_pieces=after)
             if cost == 0:
                 self._return(sequence)
             spent += cost
