@@ -18,6 +18,8 @@ FILES = (
     "test_paged_attention.py",
     "test_int4_triton.py",
     "test_paged_attention_triton.py",
+    "test_chunk_attention.py",
+    "test_memory.py",
 )
 
 
