@@ -6,9 +6,11 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxinfer.layers.linear import linear, norm_linear
 from jaxinfer.layers.norm import rms_norm
+from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
 from jaxinfer.model import load
 from jaxinfer.packed_weights import random_int4
 from pallas_kernels.int4_matmul import PackedInt4, dequantize
@@ -37,6 +39,25 @@ def test_products_of_packed_weights(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(linear(x, weight, bias), x @ dense.T + bias[None, :], rtol=1e-5, atol=1e-5)
     expected = rms_norm(x, norm, 1e-6) @ dense.T
     np.testing.assert_allclose(norm_linear(x, norm, 1e-6, weight), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_row_is_normalised_after_its_product(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """On a GPU only, so the choice is made for it here."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    packed = random_int4(jax.random.key(4), (96, 256))
+    dense = dequantize(packed, jnp.float32)
+    x = jnp.asarray(rng.standard_normal((1, 1, 256), np.float32)) * 50.0
+    bias = jnp.asarray(rng.standard_normal(96, np.float32))
+    norm = jnp.asarray(rng.uniform(0.5, 1.5, 256).astype(np.float32))
+    expected = rms_norm(x, norm, 1e-6) @ dense.T + bias[None, None, :]
+    order = rng.permutation(256).astype(np.int32)
+    for weight in (dense, packed, StackedOutputs((dense[:32], dense[32:]))):
+        got = norm_linear(x, norm, 1e-6, weight, bias)
+        assert got.shape == (1, 1, 96)
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    got = norm_linear(x, norm, 1e-6, PermutedInputs(packed, order), bias)
+    expected = rms_norm(x, norm, 1e-6)[..., order] @ dense.T + bias[None, None, :]
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_random_int4_model_has_packed_layers_and_a_dense_head(tmp_path: pathlib.Path) -> None:

@@ -52,11 +52,16 @@ def norm_linear(
     """
     if norm is None:
         return linear(x, weight, bias)
-    if not isinstance(weight, jax.Array) or not _one_row(x):
+    if not _one_row(x):
         return linear(rms_norm(x, norm, eps), weight, bias)
-    x32 = x.astype(jnp.float32)
+    x32 = x.astype(jnp.float32).reshape(-1)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32) + jnp.float32(eps))
-    y = (_row_sums(x32.reshape(-1) * norm.astype(jnp.float32), weight) * scale).astype(x.dtype)
+    weighted = x32 * norm.astype(jnp.float32)
+    if isinstance(weight, jax.Array):
+        sums = _row_sums(weighted, weight)
+    else:
+        sums = linear(weighted.astype(x.dtype), weight, out_dtype=jnp.float32)
+    y = (sums * scale).astype(x.dtype)
     if bias is not None:
         y = y + bias.astype(y.dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])
