@@ -29,9 +29,9 @@ class Barriers:
         self.groups: dict[tuple[int, int], threading.Barrier] = {}
         self.state: dict[tuple[int, int], list[int]] = {}  # arrivals of a phase, those left, bytes left, phases
 
-    def together(self, block: int, group: int, warps: int) -> threading.Barrier:
+    def together(self, block: int, warpgroup: int) -> threading.Barrier:
         with self.changed:
-            return self.groups.setdefault((block, group), threading.Barrier(warps, timeout=60))
+            return self.groups.setdefault((block, warpgroup), threading.Barrier(4, timeout=60))
 
     def update(self, block: int, address: int, arrivals: int = 0, nbytes: int = 0) -> None:
         with self.changed:
@@ -201,10 +201,7 @@ class SimulatedWideWarp(SimulatedInt4Warp):
                 self.bytes[start : start + 16] = np.ascontiguousarray(halves[:, column]).view(np.uint8)
 
     def warpgroup_barrier(self) -> None:
-        self.barriers.together(self.block, int(self.warp[0]) // 4, 4).wait()
-
-    def team_barrier(self, warpgroup: np.ndarray) -> None:
-        self.barriers.together(self.block, uniform(warpgroup) + 8, 8).wait()
+        self.barriers.together(self.block, int(self.warp[0]) // 4).wait()
 
     # Barriers
     def barrier_init(self, barrier: np.ndarray, arrivals: int, predicate: np.ndarray) -> None:

@@ -60,8 +60,6 @@ def error(out: np.ndarray, x: np.ndarray, weight: PackedInt4, dtype: type = np.f
         (33, 264, 640, -1, "minimum", WideSchedule(40, 1, 2, slices=2, cluster=2, stages=2, blocks=4)),
         (33, 1030, 256, 256, "zero_point", WideSchedule(40, tiles=2, slices=2, cluster=4, stages=2, blocks=4)),
         (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8)),
-        (9, 72, 904, 128, "zero_point", WideSchedule(16, warpgroups=1, teams=2, stages=3, blocks=1)),
-        (9, 150, 700, 32, "minimum", WideSchedule(8, 1, 2, slices=2, cluster=2, teams=2, stages=4, blocks=2)),
     ],
 )
 def test_kernel_on_simulated_warps(rows, out_features, in_features, group_size, kind, schedule) -> None:
@@ -247,8 +245,8 @@ def test_unpacking_on_the_gpu(out_features: int, in_features: int, group_size: i
     [
         WideSchedule(64, stages=3, blocks=16),
         WideSchedule(64, slices=3, cluster=2, stages=9, blocks=16),
-        WideSchedule(64, cluster=4, stages=7, blocks=16, teams=2),
-        WideSchedule(32, slices=2, cluster=2, stages=4, blocks=16, teams=2),
+        WideSchedule(64, cluster=4, stages=7, blocks=16),
+        WideSchedule(32, slices=2, cluster=2, stages=4, blocks=16),
         WideSchedule(128, cluster=2, stages=5, blocks=16),
         WideSchedule(64, tiles=2, cluster=4, stages=6, blocks=16),
         WideSchedule(128, tiles=2, stages=4, blocks=16),

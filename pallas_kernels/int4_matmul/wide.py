@@ -59,7 +59,7 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
     leader = w.thread < 1
     for stage in range(schedule.stages):
         w.barrier_init(w.integer(plan.full_barriers + 8 * stage), PRODUCERS + 1, leader)
-        w.barrier_init(w.integer(plan.empty_barriers + 8 * stage), plan.team_warps * schedule.cluster, leader)
+        w.barrier_init(w.integer(plan.empty_barriers + 8 * stage), plan.consumer_warps * schedule.cluster, leader)
     w.barriers_ready()
     together = w.cluster_barrier if schedule.cluster > 1 else w.block_barrier
     together()
@@ -68,17 +68,15 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
     def part(i: Any) -> Part:
         return Part(plan, cluster + i * plan.clusters, rank)
 
-    fewer, more = REGISTERS.get(schedule.teams * schedule.warpgroups, (None, None))
-
     def produce() -> None:
-        if fewer is not None:
-            w.set_registers(fewer, more=False)
+        if schedule.warpgroups in REGISTERS:
+            w.set_registers(REGISTERS[schedule.warpgroups][0], more=False)
         start = (w.integer(0), w.integer(1))  # the first time round, every slot is empty
         w.loop(parts, start, lambda i, carry: fetch(w, plan, a, part(i), rank, carry))
 
     def consume() -> None:
-        if more is not None:
-            w.set_registers(more, more=True)
+        if schedule.warpgroups in REGISTERS:
+            w.set_registers(REGISTERS[schedule.warpgroups][1], more=True)
         start = (w.integer(0), w.integer(0))
         w.loop(parts, start, lambda i, carry: multiply_part(w, plan, a, part(i), carry))
 
@@ -88,14 +86,10 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
         w.cluster_barrier()  # a block may not end while others still report to its barriers
 
 
-def after(w: Any, plan: WidePlan, slot: Any, parity: Any, stages: int = 1) -> tuple[Any, Any]:
-    """The slot that many stages, at most a round, later, and the parity of its phase."""
-    around = w.integer(plan.schedule.stages - stages) <= slot
-    following = slot + stages
-    return (
-        w.select(around, following - plan.schedule.stages, following),
-        w.select(around, w.integer(1) - parity, parity),
-    )
+def after(w: Any, plan: WidePlan, slot: Any, parity: Any) -> tuple[Any, Any]:
+    """The slot that follows, and the parity of its phase."""
+    last = w.integer(plan.schedule.stages - 1) <= slot
+    return w.select(last, w.integer(0), slot + 1), w.select(last, w.integer(1) - parity, parity)
 
 
 def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: Any) -> Any:
@@ -158,8 +152,7 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
     schedule = plan.schedule
     sums, tiles = schedule.tokens // 2, range(schedule.tiles)
     # The warpgroup's tiles of 64 features follow each other; this warp has a strip of each.
-    team, warp = w.warp // plan.team_warps, w.warp % plan.team_warps
-    strip = warp // 4 * (4 * schedule.tiles) + warp % 4
+    strip = w.warp // 4 * (4 * schedule.tiles) + w.warp % 4
     column_tiles = range(STAGE // COLUMNS)
 
     # Two batches a stage, so that one is unpacked while the other is multiplied. Each has products of all tiles: where
@@ -212,48 +205,20 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
                 w.wgmma_wait(1)
             if t == 0:
                 release(before, w.integer(0) < index)
-        return (*after(w, plan, slot, parity, schedule.teams), slot, *(value for tile in acc for value in tile))
-
-    def swap(flat: Any) -> Any:
-        """The second team's sums go to the first: what it returns to that one are the sums of both."""
-        buffer = warp // 4 * plan.sums_bytes + plan.sums_start + w.thread % 128 * 4
-
-        def leave() -> None:
-            for i, value in enumerate(flat):
-                w.shared_store(buffer, value, constant=512 * i)
-
-        w.when(w.integer(1) <= team, leave)
-        w.team_barrier(warp // 4)
-        both = [value + w.shared_number(buffer, 512 * i) for i, value in enumerate(flat)]
-        w.team_barrier(warp // 4)
-        return both
+        return (*after(w, plan, slot, parity), slot, *(value for tile in acc for value in tile))
 
     slot, parity = carry
-    total = slot + part.count
-    follows = total % schedule.stages, (total // schedule.stages + parity) % 2
-    count = part.count
-    if schedule.teams > 1:
-        count = (count + (schedule.teams - 1) - team) // schedule.teams
-        first = after(w, plan, slot, parity)
-        slot, parity = (w.select(team < 1, a, b) for a, b in zip((slot, parity), first, strict=True))
     start = (slot, parity, slot, *[w.number(0.0)] * (sums * schedule.tiles))
     # The last stage is no part of the loop: with products still under way where the loop ends, ptxas reads sums before
     # the wait that follows it.
-    _, _, before, *flat = stage(count - 1, w.loop(count - 1, start, stage), last=True)
+    end = part.count - 1
+    slot, parity, before, *flat = stage(end, w.loop(end, start, stage), last=True)
     flat = w.wgmma_wait(0, flat)
     release(before, w.lane < 32)
-
-    def write() -> None:
-        store_tile = store_lines if plan.by_lines and a.out_dtype != "float32" else store
-        for u in tiles:
-            store_tile(w, plan, a, part, strip + 4 * u, flat[sums * u : sums * (u + 1)])
-
-    if schedule.teams == 1:
-        write()
-    else:
-        flat = swap(flat)
-        w.when(team < 1, write)
-    return follows
+    write = store_lines if plan.by_lines and a.out_dtype != "float32" else store
+    for u in tiles:
+        write(w, plan, a, part, strip + 4 * u, flat[sums * u : sums * (u + 1)])
+    return slot, parity
 
 
 def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
@@ -273,7 +238,7 @@ def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: An
 def store_lines(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
     """The same through shared memory, where a warpgroup's 64 features of a token become 128 neighbouring bytes."""
     tokens = plan.schedule.tokens
-    buffer = w.warp % plan.team_warps // 4 * plan.lines_bytes + plan.lines_start
+    buffer = w.warp // 4 * plan.lines_bytes + plan.lines_start
     # Rows of 8 x 8 matrices are tokens: lanes 0-7 point to those of the strip's first 8 features, 8-15 to the others.
     mine = buffer + w.lane % 8 * LINE + w.lane // 8 % 2 * 16 + w.warp % 4 * (2 * STRIP)
     thread = w.thread % 128
@@ -332,7 +297,7 @@ def partial_sums(x: jax.Array, weight: PackedInt4, *, schedule: WideSchedule, ou
         out_type=jax.ShapeDtypeStruct((schedule.slices, plan.rows, plan.out_features), dtype),
         grid=(plan.clusters,),
         grid_names=("cluster",),
-        num_threads=schedule.teams * schedule.warpgroups + PRODUCERS // 128,
+        num_threads=schedule.warpgroups + PRODUCERS // 128,
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],
         kernel_name="int4_matmul_wide",

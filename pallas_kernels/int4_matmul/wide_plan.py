@@ -21,9 +21,8 @@ class WideSchedule:
 
     A thread block computes `warpgroups` x `tiles` x 64 output features of `tokens` tokens (a multiple of 8, at most
     256; `tiles` x `tokens` at most 256, for the sums are in registers) over one of `slices` slices of the inputs, then
-    goes on with another such part. With two `teams`, twice as many warpgroups take the stages in turn and add up their
-    sums at the end. Weights and x come `stages` x 128 inputs ahead. `cluster` (1, 2 or 4) blocks with neighbouring
-    features read x once for all. At most `blocks` blocks are launched: they should all be resident.
+    goes on with another such part. Weights and x come `stages` x 128 inputs ahead. `cluster` (1, 2 or 4) blocks with
+    neighbouring features read x once for all. At most `blocks` blocks are launched: they should all be resident.
     """
 
     tokens: int = 64
@@ -33,7 +32,6 @@ class WideSchedule:
     cluster: int = 1
     stages: int = 4
     blocks: int = 132
-    teams: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +103,8 @@ class WidePlan:
         return max(1, min(self.parts, self.schedule.blocks // self.schedule.cluster))
 
     @property
-    def team_warps(self) -> int:
-        return 4 * self.schedule.warpgroups
-
-    @property
     def consumer_warps(self) -> int:
-        return self.schedule.teams * self.team_warps
+        return 4 * self.schedule.warpgroups
 
     @property
     def segment(self) -> int:
@@ -126,9 +120,8 @@ class WidePlan:
         """Whether results of 16 bits are written as whole lines, through shared memory, and not by each thread."""
         return self.rows > LINES and self.schedule.slices == 1 and self.out_features % 8 == 0
 
-    # Shared memory, in bytes: the stages, two barriers for each, the warpgroups' lines and the second team's sums. A
-    # stage is x [16 pieces of 8 inputs, token, 16 bytes], the words [strip, tile, 512 bytes], and the scales and
-    # offsets [strip, segment, 16].
+    # Shared memory, in bytes: the stages, two barriers for each, and the warpgroups' lines. A stage is x [16 pieces of
+    # 8 inputs, token, 16 bytes], the words [strip, tile, 512 bytes], and the scales and offsets [strip, segment, 16].
     @property
     def x_bytes(self) -> int:
         return self.schedule.tokens * STAGE * 2
@@ -168,14 +161,5 @@ class WidePlan:
         return LINES * LINE if self.by_lines else 0
 
     @property
-    def sums_start(self) -> int:
-        return self.lines_start + self.schedule.warpgroups * self.lines_bytes
-
-    @property
-    def sums_bytes(self) -> int:
-        """What one warpgroup of the second team leaves for one of the first."""
-        return 64 * self.schedule.tiles * self.schedule.tokens * 4 * (self.schedule.teams - 1)
-
-    @property
     def shared_bytes(self) -> int:
-        return self.sums_start + self.schedule.warpgroups * self.sums_bytes
+        return self.lines_start + self.schedule.warpgroups * self.lines_bytes

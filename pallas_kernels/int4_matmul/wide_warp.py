@@ -166,10 +166,6 @@ class WideWarp(Int4Warp):
         """Waits for the other warps of the warpgroup; they see what was written to shared memory."""
         mgpu_utils.warpgroup_barrier()
 
-    def team_barrier(self, warpgroup: Value) -> None:
-        """Waits for the two warpgroups, one of each team, that have the same features."""
-        self._emit("barrier.sync.aligned $0, 256;", "r", (warpgroup + 8).ir)
-
     # Barriers in shared memory
     def barrier_init(self, barrier: Value, arrivals: int, predicate: Value) -> None:
         self._emit(f"@$1 mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r,b", self._shared(barrier), predicate.ir)
