@@ -5,6 +5,7 @@ same whole pages share them: such a run is computed by one row of one prefill ca
 it, their page tables beginning with its pages.
 """
 
+import array
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -42,7 +43,11 @@ class Targets:
     @classmethod
     def joined(cls, parts: "Sequence[Targets]") -> "Targets":
         """Those of all parts, counted from the same token."""
-        return cls(*(np.concatenate(arrays) for arrays in zip(*map(dataclasses.astuple, parts), strict=True)))
+        return cls(
+            np.concatenate([part.places for part in parts]),
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.slots for part in parts]),
+        )
 
     def between(self, start: int, stop: int) -> "Targets":
         """Those whose places lie in [start, stop), counted from `start`."""
@@ -91,7 +96,7 @@ def rows_for(pairs: Sequence[TokenPair]) -> list[Row]:
     by_inputs: dict[bytes, list[tuple[TokenPair, int]]] = {}  # (pair, its first slot)
     slot = 0
     for pair in pairs:
-        key = np.array((*pair.context, *pair.continuation[:-1]), np.int32).tobytes()
+        key = array.array("i", pair.context + pair.continuation[:-1]).tobytes()  # int32, faster than NumPy
         by_inputs.setdefault(key, []).append((pair, slot))
         slot += len(pair.continuation)
     rows = []
