@@ -18,7 +18,7 @@ from jaxinfer.model import Model, load
 from jaxinfer.quantization.api import quantize
 from jaxinfer.quantization.hqq import half_quadratic
 from jaxinfer.quantization.plan import PRESETS, Plan, Precision, Rule, from_mapping, resolve, uniform
-from jaxinfer.quantization.rtn import CLIP_RATIOS, round_to_nearest
+from jaxinfer.quantization.rtn import CLIP_RATIOS, ERROR_EXPONENT, round_to_nearest
 from pallas_kernels.int4_matmul import PackedInt4, dequantize, unpack_codes
 
 WEIGHTS = {
@@ -48,11 +48,11 @@ def test_rtn_by_hand() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_rtn_takes_the_ratio_of_least_squared_error(bits: int, symmetric: bool) -> None:
+def test_rtn_takes_the_ratio_of_least_error(bits: int, symmetric: bool) -> None:
     """Group by group and ratio by ratio in NumPy."""
     weight = WEIGHTS["outliers"][:3, :64]
     packed = round_to_nearest(jnp.asarray(weight), bits=bits, group_size=32, symmetric=symmetric)
-    actual = (error(weight, packed).reshape(3, 2, 32) ** 2).sum(-1)
+    actual = (abs(error(weight, packed).reshape(3, 2, 32)) ** ERROR_EXPONENT).sum(-1)
     largest = 2**bits - 1
     for row, group in itertools.product(range(3), range(2)):
         w = weight[row, 32 * group : 32 * group + 32].astype(np.float64)
@@ -63,13 +63,13 @@ def test_rtn_takes_the_ratio_of_least_squared_error(bits: int, symmetric: bool) 
             scale = float(np.float16(span * ratio / largest))
             zero = 2 ** (bits - 1) if symmetric else np.clip(np.round(-low * ratio / scale), 0, largest)
             codes = np.clip(np.round(w / scale) + zero, 0, largest)
-            errors.append(((scale * (codes - zero) - w) ** 2).sum())
+            errors.append((abs(scale * (codes - zero) - w) ** ERROR_EXPONENT).sum())
         np.testing.assert_allclose(actual[row, group], min(errors), rtol=2e-3)
 
 
 def test_clipping_helps() -> None:
     for weight in WEIGHTS.values():
-        for bits, most in ((4, 0.95), (3, 0.87), (2, 0.71)):
+        for bits, most in ((4, 0.97), (3, 0.9), (2, 0.75)):
             clipped = round_to_nearest(jnp.asarray(weight), bits=bits, group_size=64, symmetric=False)
             grouped = weight.reshape(256, -1, 64)
             low, high = np.minimum(grouped.min(-1), 0), np.maximum(grouped.max(-1), 0)

@@ -20,7 +20,7 @@ DTYPES = (
     np.int32, np.int64, np.uint8, np.int8, np.float16, np.float32, np.float64, np.bool_, ml_dtypes.bfloat16,
     ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu,
 )  # fmt: skip
-CHANGES = 60
+CHANGES = 40
 
 
 def damaged_tensor(rng: np.random.Generator, array: np.ndarray) -> np.ndarray:

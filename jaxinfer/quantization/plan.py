@@ -38,7 +38,7 @@ class Precision:
     """How a weight is stored: 16 bits are none of the rest; 2 and 3 bits take the room of 4.
 
     `group_size` is the number of inputs that share a scale (and a zero point, unless `symmetric`). "rtn" rounds to
-    the nearest code, its range clipped for the least squared error; "hqq" optimises a floating zero for weights with
+    the nearest code, the range clipped for the least error; "hqq" optimises a floating zero for weights with
     outliers.
     """
 

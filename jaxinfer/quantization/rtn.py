@@ -1,4 +1,4 @@
-"""Round to nearest, each group's range clipped for the least squared error."""
+"""Round to nearest, each group's range clipped for the least error."""
 
 import functools
 
@@ -12,6 +12,11 @@ CLIP_RATIOS = tuple(1.0 - 0.02 * i for i in range(26))
 """Shares of a group's range that are tried, from all of it to half: a smaller range has smaller steps and cuts
 outliers off."""
 
+ERROR_EXPONENT = 2.4
+"""Of the error that clipping minimises, as in GPTQ's search. With 2, too many large weights are cut off: SmolLM2-135M
+(the Q4_1 file) in groups of 64 then has a mean KL of 0.41 from the original, on 765 tokens of this project's
+documentation; with 2.4 it has 0.36, unclipped 0.38."""
+
 ROWS_AT_ONCE = 64
 
 
@@ -19,8 +24,8 @@ ROWS_AT_ONCE = 64
 def round_to_nearest(weight: Float[Array, "out in"], *, bits: int, group_size: int, symmetric: bool) -> PackedInt4:
     """Quantises a weight to codes of `bits` bits (2 to 4) with float16 scales and, unless `symmetric`, zero points.
 
-    For every group the ratio of `CLIP_RATIOS` with the least sum of squared errors is taken, computed in float32 with
-    the scale as it is stored. Codes of 2 and 3 bits take the room of 4. Deterministic.
+    For every group the ratio of `CLIP_RATIOS` with the least sum of errors to the power of `ERROR_EXPONENT` is taken,
+    computed in float32 with the scale as it is stored. Codes of 2 and 3 bits take the room of 4. Deterministic.
     """
     out_features, in_features = weight.shape
     quantize_row = functools.partial(_quantize_groups, bits=bits, symmetric=symmetric)
@@ -66,7 +71,7 @@ def _quantize_groups(
 
     def error(ratio: Float[Array, ""]) -> Float[Array, " groups"]:
         codes, scale, zero = quantized(ratio)
-        return jnp.sum((scale[:, None] * (codes - zero[:, None]) - weight) ** 2, axis=1)
+        return jnp.sum(jnp.abs(scale[:, None] * (codes - zero[:, None]) - weight) ** ERROR_EXPONENT, axis=1)
 
     ratios = jnp.asarray(CLIP_RATIOS, jnp.float32)
     best = jnp.argmin(jax.lax.map(error, ratios), axis=0)
