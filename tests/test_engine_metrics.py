@@ -7,6 +7,7 @@ import sys
 from typing import Literal
 
 import engine_cases as cases
+import IPython.core.formatters
 import jax
 import numpy as np
 import pytest
@@ -208,6 +209,8 @@ def test_timeline_is_a_figure_and_a_file(tmp_path: pathlib.Path) -> None:
         engine.generate([cases.prompt(20)], cases.params())
         figure = engine.plot_timeline(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    shown = IPython.core.formatters.PNGFormatter()(figure)
+    assert shown[:8] == b"\x89PNG\r\n\x1a\n"
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["decode", "prefill"]
     decode, prefill = axes.collections

@@ -125,6 +125,19 @@ def test_rope_that_depends_on_the_length() -> None:
         assert engine.metrics().prefix_hit_rate == pytest.approx(share)
 
 
+def test_k3_int8_pages_with_pieces_and_prefixes() -> None:
+    """Trap K3: three runs of one prompt over int8 pages agree, in pieces of 16, whole, and with a prefix cached."""
+    model = dataclasses.replace(cases.model(), kv_dtype=jnp.dtype("int8"))
+    row = cases.params(max_tokens=10)
+    shape = {"prefill_rows": (1,), "sampling": (row,)}
+    said = []
+    for lengths in ((16,), (64,)):
+        with cases.engine(model, prefill_lengths=lengths, max_prefill_tokens=64, **shape) as engine:
+            said += [engine.generate([cases.prompt(50)], row)[0].token_ids for _ in range(3)]
+            assert engine.metrics().prefix_hit_rate == pytest.approx(2 * 48 / 150)
+    assert len(set(said)) == 1
+
+
 def test_unseeded_requests_differ() -> None:
     with cases.engine() as engine:
         outputs = engine.generate([cases.prompt(9)] * 4, cases.params(temperature=1.5, max_tokens=12))

@@ -1,1 +1,46 @@
-"""The engine: continuous batching over one pool of cache pages, with prefill and decode as separate kinds of work."""
+"""The engine: continuous batching over one pool of cache pages, with prefill and decode as separate kinds of work.
+
+    import jaxinfer as ji
+    model = ji.load("smollm2-135m-instruct")
+    with ji.Engine(model, ji.EngineConfig(max_decode_batch=64)) as engine:
+        engine.warmup()                                   # optional: compile now, in threads, not while serving
+        outputs = engine.generate(prompts, params)        # a batch: prompts first, a bar with rates
+        for delta in engine.stream("Once upon", params):  # one reader; several streams share the device
+            print(delta.text, end="")
+        print(engine.metrics())                           # latencies, rates, pages, compilations
+        engine.plot_timeline("timeline.png")              # prefill and decode programs over time (jaxinfer[plot])
+
+The results are those of `ji.generate`: a request's tokens depend on itself and its seed, not on its company, on the
+order of arrival, on a cached prefix or on a preemption (in float32; in 16 bits up to near-ties, since a prompt may be
+computed in other pieces).
+
+Driving it yourself. `submit` queues a request and returns its id; `step` dispatches a round of work and returns the
+news (`Delta`) of submitted requests, each with its `request_id`; `abort` ends one. `stream_async` is an async iterator
+for servers. Streams, batches and submits may be used at once, from several threads.
+
+    engine.submit(prompt, params, request_id="42", callback=print)
+    while engine.has_work:
+        for delta in engine.step():
+            ...
+
+What a round does. Prompts wait in a queue, first come, first served; sequences with a first token are decoded together,
+`decode_chunk` steps at a time, in one program. While somebody reads along, at most `decode_stall_tokens` of prompts (or
+`decode_stall_ms`) are computed between two chunks, so a long prompt comes in pieces and nobody's text stops; during
+`generate` prompts go first. A chunk runs while the one before it is read: the host decides on stop strings and arrivals
+one chunk late. `policy="mixed"` is one queue in which prompts always go first, as a baseline to measure against.
+
+Memory. The pool takes `memory_fraction` of what is free when the engine is made, or `num_pages`; `close`, or leaving the
+`with` block, gives it back at once, and the weights go with the model (`del model`). Pages of finished requests stay
+known by their tokens: prompts that begin the same skip that part (`prefix_cache`). Completions of one request (n > 1)
+share the pages of its prompt. When pages run out the latest arrival gives way and is computed again later. A request
+that could never fit is refused (`RequestTooLong`); what is wrong with a request ends that request alone: NaN in its
+logits or an exception in its callback with finish reason "error", `abort` and closed streams with "abort".
+
+Compilation. Programs exist in a few sizes (`prefill_lengths`, `prefill_rows`, `decode_rows`); fewer sizes compile
+sooner, more waste less padding. `sampling` holds examples of what will be asked for: a request that needs more (say,
+logprobs) compiles when it comes, and `metrics().compilations_after_warmup` counts it.
+
+`jaxinfer bench MODEL` serves a made-up or recorded workload and prints the metrics. Modules: `pages`, `prefix_cache`,
+`sequence`, `scheduler` (plain Python); `layout`, `config`, `rows`, `programs`, `runner` (the device); `core`, `engine`
+(requests and rounds); `metrics`, `timeline`, `workload`.
+"""

@@ -1,5 +1,6 @@
 """A picture of when the device did what: prefill and decode programs as bars over time."""
 
+import io
 import os
 import typing
 from collections.abc import Sequence
@@ -22,7 +23,16 @@ def plot_timeline(spans: Sequence[Span], path: str | os.PathLike[str] | None = N
         raise ImportError("the timeline is drawn by matplotlib; install it with: pip install jaxinfer[plot]") from error
     if not spans:
         raise ValueError("no programs have run since the metrics were reset; there is no timeline to draw")
-    figure = Figure(figsize=(12, 2.4), layout="constrained")
+
+    class NotebookFigure(Figure):
+        """Shows itself in a notebook, which does so for pyplot's figures only."""
+
+        def _repr_png_(self) -> bytes:
+            picture = io.BytesIO()
+            self.savefig(picture, format="png", dpi=100)
+            return picture.getvalue()
+
+    figure = NotebookFigure(figsize=(12, 2.4), layout="constrained")
     axes = figure.add_subplot()
     origin = min(span.start for span in spans)
     most = max(span.rows for span in spans)
