@@ -10,7 +10,7 @@ import pytest
 
 from jaxinfer.layers.linear import linear, norm_linear
 from jaxinfer.layers.norm import rms_norm
-from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
+from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.model import load
 from jaxinfer.packed_weights import random_int4
 from pallas_kernels.int4_matmul import PackedInt4, dequantize
@@ -58,6 +58,25 @@ def test_one_row_is_normalised_after_its_product(monkeypatch: pytest.MonkeyPatch
     got = norm_linear(x, norm, 1e-6, PermutedInputs(packed, order), bias)
     expected = rms_norm(x, norm, 1e-6)[..., order] @ dense.T + bias[None, None, :]
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_products_of_codes_with_a_scale_an_output(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, backend: str, rows: int, dtype: type
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    codes = jnp.asarray(rng.integers(-127, 128, (96, 64)).astype(np.float32)).astype(dtype)
+    scales = jnp.asarray(rng.uniform(0.01, 0.02, 96).astype(np.float32))
+    dense = np.asarray(codes.astype(jnp.float32)) * np.asarray(scales)[:, None]
+    weight = ScaledCodes(codes, scales)
+    x = jnp.asarray(rng.standard_normal((1, rows, 64), np.float32))
+    norm = jnp.asarray(rng.uniform(0.5, 1.5, 64).astype(np.float32))
+    np.testing.assert_allclose(linear(x, weight), np.asarray(x) @ dense.T, rtol=1e-4, atol=1e-4)
+    expected = np.asarray(rms_norm(x, norm, 1e-6)) @ dense.T
+    np.testing.assert_allclose(norm_linear(x, norm, 1e-6, weight), expected, rtol=1e-4, atol=1e-4)
+    assert linear(x.astype(jnp.bfloat16), weight).dtype == jnp.bfloat16
 
 
 def test_random_int4_model_has_packed_layers_and_a_dense_head(tmp_path: pathlib.Path) -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.norm import rms_norm
-from jaxinfer.layers.weights import PermutedInputs, StackedOutputs, Weight
+from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs, Weight
 from pallas_kernels.int4_matmul import PackedInt4, int4_matmul
 
 
@@ -29,6 +29,10 @@ def linear(
         y = int4_matmul(permuted, weight.weight, out_dtype=dtype)
     elif isinstance(weight, StackedOutputs):
         y = jnp.concatenate([linear(x, part, out_dtype=dtype) for part in weight.parts], axis=-1)
+    elif isinstance(weight, ScaledCodes):
+        scales = jnp.expand_dims(weight.scales, tuple(range(x.ndim - 1)))
+        sums = linear(x, weight.codes.astype(x.dtype), out_dtype=jnp.float32)
+        y = (sums * scales).astype(dtype)
     elif _one_row(x):
         y = _row_sums(x.reshape(-1), weight).astype(dtype).reshape(*x.shape[:-1], weight.shape[0])
     else:

@@ -47,5 +47,23 @@ class StackedOutputs:
         return (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
 
 
-type Weight = Float[Array, "_ _"] | PackedInt4 | PermutedInputs | StackedOutputs
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledCodes:
+    """A weight of 8 bits: `codes`, int8 or float8_e4m3fn [out, in], times `scales`, float32 [out].
+
+    One scale an output, so it is applied to the product. XLA converts the codes, which bfloat16 holds exactly, on
+    their way into the product; no kernel of ours is needed.
+    """
+
+    codes: jax.Array | np.ndarray
+    scales: jax.Array | np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+
+type Weight = Float[Array, "_ _"] | PackedInt4 | PermutedInputs | StackedOutputs | ScaledCodes
 """A linear weight [out, in]: an array as checkpoints store it, or codes that the kernel reads as they are."""
