@@ -41,6 +41,9 @@ from jax.experimental import topologies
 from jaxinfer import kv_cache, loop, params, steps
 from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
+from jaxinfer.speculative.acceptance import Exact
+from jaxinfer.speculative.loop import SpeculativeState, spec_chunk
+from jaxinfer.speculative.model_draft import DraftCache, ModelProposer
 from pallas_kernels import dispatch
 
 program, batch, kv, backend = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
@@ -76,11 +79,22 @@ weights = like(jax.eval_shape(lambda: params.random_params(config, jnp.bfloat16,
 cache = like(jax.eval_shape(lambda: kv_cache.create(config, 32768, dtype=kv)))
 rows, table = array(batch), array(batch, 64)
 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    if program == "decode_chunk":
-        state = loop.DecodeState(
-            tokens=rows, positions=rows, num_generated=rows, max_tokens=rows, stop_ids=array(batch, 1),
-            context_lengths=rows, done=array(batch, dtype=bool), sampling=SamplingState(),
+    state = loop.DecodeState(
+        tokens=rows, positions=rows, num_generated=rows, max_tokens=rows, stop_ids=array(batch, 1),
+        context_lengths=rows, done=array(batch, dtype=bool), sampling=SamplingState(),
+    )
+    if program in ("spec_self", "spec_model"):
+        draft = DraftCache(cache, rows) if program == "spec_model" else ()
+        state = SpeculativeState(
+            decode=state, history=array(batch, 1025), hidden=array(batch, 512, dtype=jnp.bfloat16),
+            coupled=array(batch, dtype=bool), draft=draft,
         )
+        traced = spec_chunk.trace(
+            weights, weights, cache, state, array(batch, dtype=bool), table,
+            config=config, variant=SamplerVariant(1000), proposer=ModelProposer(config, 1024), acceptance=Exact(),
+            num_drafted=4, num_steps=8, with_logits=False,
+        )
+    elif program == "decode_chunk":
         traced = loop.decode_chunk.trace(
             weights, cache, state, array(batch, dtype=bool), table,
             config=config, variant=SamplerVariant(1000), num_steps=8,
@@ -119,6 +133,12 @@ QUANTISED = [("decode_chunk", "int8"), ("verify", "float8_e4m3fn"), ("prefill", 
 def test_cache_is_updated_in_place(program: str, batch: int, kv: str) -> None:
     kernels = check_program(program, batch, kv, "mosaic")
     assert kernels == (3 if program in ("decode_chunk", "decode", "verify") else 0)
+
+
+@pytest.mark.parametrize("program", ["spec_self", "spec_model"])
+def test_speculation_updates_both_caches_in_place(program: str) -> None:
+    """Three layers in verification, and twice in the draft: its first pass, and the loop over the others."""
+    assert check_program(program, 8, "bfloat16", "mosaic") == 9
 
 
 @pytest.mark.skipif(
