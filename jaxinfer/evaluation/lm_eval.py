@@ -35,11 +35,12 @@ NAME = "jaxinfer"
 class JaxinferLM(TemplateLM):
     """A jaxinfer model as the harness sees it.
 
-    `pretrained` is a loaded `Model` or what `jaxinfer.load` takes, then with `dtype` and `packed`. `max_length` makes
-    the context shorter than the model's. `add_bos_token` and `prefix_token_id` overrule the tokenizer on what opens a
-    text and what an empty context is. `chat_template_args` reach the chat template, `enable_thinking` among them;
-    answers begin after `think_end_token`. `seed` is for tasks that sample. `samples_file` keeps every answer as a JSON
-    line as soon as it is known, and a run that finds answers there does not compute them again.
+    `pretrained` is a loaded `Model` or what `jaxinfer.load` takes, then with `dtype`, `packed` and `kv_dtype`.
+    `max_length` makes the context shorter than the model's. `add_bos_token` and `prefix_token_id` overrule the
+    tokenizer on what opens a text and what an empty context is. `chat_template_args` reach the chat template,
+    `enable_thinking` among them; answers begin after `think_end_token`. `seed` is for tasks that sample. `samples_file`
+    keeps every answer as a JSON line as soon as it is known, and a run that finds answers there does not compute them
+    again.
 
     Work is batched by tokens and memory, whatever `batch_size` says; a number above 1 bounds the answers that are
     generated at once. `device` and `max_batch_size`, which the harness passes on to every model, choose nothing:
@@ -54,6 +55,7 @@ class JaxinferLM(TemplateLM):
         *,
         dtype: str = "auto",
         packed: bool = False,
+        kv_dtype: str | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
         batch_size: int | str = "auto",
@@ -71,7 +73,7 @@ class JaxinferLM(TemplateLM):
         # The harness' bootstrap forks a pool of processes, which deadlock on locks that JAX's threads hold.
         os.environ.setdefault("DISABLE_MULTIPROC", "1")
         if not isinstance(pretrained, Model):
-            pretrained = load(pretrained, dtype=None if dtype == "auto" else dtype, packed=packed)
+            pretrained = load(pretrained, dtype=None if dtype == "auto" else dtype, packed=packed, kv_dtype=kv_dtype)
         if pretrained.tokenizer is None:
             raise ValueError(f"{pretrained.name} has no tokenizer, and the harness asks in text; add a tokenizer.json")
         context = pretrained.config.max_position_embeddings
@@ -254,7 +256,8 @@ class JaxinferLM(TemplateLM):
         """A key for each request; the same request asked again, as by a task that repeats it, has another one."""
         if self._samples is None:
             return [""] * len(requests)
-        settings = (self.model.name, str(self.model.dtype), self.max_length, self.add_bos_token, self._prefix_token_id)
+        numbers = (str(self.model.dtype), str(self.model.cache_dtype))
+        settings = (self.model.name, numbers, self.max_length, self.add_bos_token, self._prefix_token_id)
         generation = (self.max_gen_toks, self.think_end_token, self.seed)
         asked: collections.Counter[tuple[Any, ...]] = collections.Counter()
         keys = []
