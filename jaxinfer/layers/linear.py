@@ -30,8 +30,8 @@ def linear(
     elif isinstance(weight, StackedOutputs):
         y = jnp.concatenate([linear(x, part, out_dtype=dtype) for part in weight.parts], axis=-1)
     elif isinstance(weight, ScaledCodes):
-        scales = jnp.expand_dims(weight.scales, tuple(range(x.ndim - 1)))
-        sums = linear(x, weight.codes.astype(x.dtype), out_dtype=jnp.float32)
+        scales = jnp.expand_dims(jnp.asarray(weight.scales), tuple(range(x.ndim - 1)))
+        sums = linear(x, jnp.asarray(weight.codes).astype(x.dtype), out_dtype=jnp.float32)
         y = (sums * scales).astype(dtype)
     elif _one_row(x):
         y = _row_sums(x.reshape(-1), weight).astype(dtype).reshape(*x.shape[:-1], weight.shape[0])
