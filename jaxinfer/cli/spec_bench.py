@@ -12,6 +12,7 @@ from jaxinfer.speculative.acceptance import Acceptance, Exact
 from jaxinfer.speculative.comparison import Comparison, compare, first_differences, measure_plain
 from jaxinfer.speculative.drafts import Draft, ModelDraft, NgramDraft, SelfDraft
 from jaxinfer.speculative.lossy import LossyKL, LossyTopK, LossyTypical
+from jaxinfer.speculative.ngram import check_k
 from jaxinfer.speculative.policy import FixedLength
 from jaxinfer.speculative.speculation import Speculation
 
@@ -31,6 +32,8 @@ def run(options: argparse.Namespace) -> int:
     """Measures every k that was asked for, and prints a report for each."""
     params = SamplingParams.from_dict(sampling_values(options))
     acceptance = Exact() if options.lossy is None else LOSSY[options.lossy]()
+    for k in options.k:
+        check_k(k, "spec-bench")
     model = load(options.model, dtype=options.dtype, packed=options.packed)
     prompts = [_prompt(model, text) for text in _texts(options)]
     drafts = [make_draft(model, options.draft, k) for k in options.k]
