@@ -73,6 +73,7 @@ def test_kernels_interpreted(interpreted, case: Case, splits: int, dtype: type) 
         Case((5, 0, 40), tokens=5, q_heads=16, kv_heads=1, window=20, softcap=30.0),
         Case((77,), head_dim=64, page_size=64, pages_per_row=2, kv="float8_e4m3fn"),
         Case((33, 128), head_dim=128, kv="int4"),
+        Case((33,), head_dim=256, q_heads=16, kv_heads=1, kv="int4"),
     ],
     ids=lambda case: f"{case.tokens}x{case.head_dim}{case.kv}",
 )
@@ -99,7 +100,7 @@ def test_compiles_for(capability: int, case: Case, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_schedules(pairs, rows, head_dim, max_keys, card, expected) -> None:
-    sizes = {"pairs": pairs, "rows": rows, "width": head_dim, "itemsize": 2, "max_keys": max_keys}
+    sizes = {"pairs": pairs, "rows": rows, "head_dim": head_dim, "row_bytes": 2 * head_dim, "max_keys": max_keys}
     assert schedule_for(**sizes, exact=False, multiprocessors=card[0], capability=card[1]) == expected
 
 

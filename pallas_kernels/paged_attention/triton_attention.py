@@ -58,28 +58,27 @@ def schedule_for(
     *,
     pairs: int,
     rows: int,
-    width: int,
-    itemsize: int,
+    head_dim: int,
+    row_bytes: int,
     max_keys: int,
     exact: bool,
     multiprocessors: int,
     capability: str,
 ) -> Schedule:
-    """The schedule for `pairs` (sequence, KV head) of `rows` query rows over up to `max_keys` keys of `width` elements.
+    """The schedule for `pairs` (sequence, KV head) of `rows` query rows over up to `max_keys` keys.
 
     Blocks are as many as run at once; if the pairs alone are more, enough for several rounds, so that the last one
     matters little. `max_keys` stands for the lengths, which are not known yet.
     """
-    block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    width = _power_of_two(width)
-    keys = max(16, min(64, TILE_BYTES // (width * itemsize)))
-    if width > 128:
-        keys, stages = 32, 3  # half the stages: 16 KB tiles
+    block_rows = 16 if rows <= 16 or exact else 32 if rows <= 32 else 64
+    head_dim, row_bytes = _power_of_two(head_dim), _power_of_two(row_bytes)
+    if row_bytes > 256:
+        keys, stages = max(16, 2 * TILE_BYTES // row_bytes), 3  # half the stages, tiles of twice the size
     else:
-        stages = 5
+        keys, stages = max(16, min(64, TILE_BYTES // max(row_bytes, head_dim))), 5
     warps = block_rows // 16
     if exact:
-        warps, stages = max(warps, 4), 3  # three products for one: the operands need more registers
+        warps, stages = 4, 3  # three products for one: the operands need more registers
     groups = pairs * -(-rows // block_rows)
     places = multiprocessors * BLOCKS.get(capability, 2) // warps
     splits = places // groups if groups <= places else -(-4 * places // groups) if groups < 4 * places else 1
@@ -114,8 +113,8 @@ def paged_attention(
         schedule = schedule_for(
             pairs=batch * kv_heads,
             rows=rows,
-            width=width,
-            itemsize=k_pages.dtype.itemsize,
+            head_dim=head_dim,
+            row_bytes=width * k_pages.dtype.itemsize,
             max_keys=keys if window is None else min(keys, window + tokens),
             exact=q.dtype == jnp.float32,
             multiprocessors=triton_backend.multiprocessors(),
