@@ -21,6 +21,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.config_gguf import from_gguf
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.decoder import Params
+from jaxinfer.device import start_device
 from jaxinfer.params import num_parameters, random_params
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
@@ -90,10 +91,10 @@ def load(
     a TOML file, or a `Plan` (`jaxinfer.quantization.plan`).
 
     Quantised checkpoints are read as they are: GGUF files, and folders in the formats AWQ, GPTQ, compressed-tensors,
-    FP8, MXFP4, NVFP4, bitsandbytes and HQQ. `packed` says whether the codes of weights that have 4 bits or fewer stay
-    packed on the device (True) or are decoded to `dtype` when loading (False). By default they stay packed where a
-    kernel reads them so (on a GPU, in bfloat16); elsewhere each product would decode them again. Codes of more than 4
-    bits are decoded in any case.
+    FP8, MXFP4, NVFP4, bitsandbytes and HQQ. `packed` says whether codes stay packed on the device (True) or are decoded
+    to `dtype` when loading (False). By default they stay packed where a kernel reads them so (4 bits or fewer, on a
+    GPU, in bfloat16); elsewhere each product would decode them again. Codes of 8 bits can stay packed if there is one
+    scale an output and no zero; the others are decoded in any case, and packed=True says which.
 
     `kv_dtype` is that of the key-value caches: by default `dtype`; "int8" or "float8_e4m3fn" take about half of
     bfloat16's room and time to read, "int4" about a quarter (`jaxinfer.kv_cache`).
@@ -111,6 +112,7 @@ def load(
     if random_weights is not None and not (isinstance(random_weights, int) and 0 <= random_weights < 2**32):
         raise ValueError(f"random_weights={random_weights!r}: a seed is an integer from 0 to 2**32 - 1")
     enable_persistent_cache()
+    start_device()
     weights_dtype = weights_dtype_for(dtype)
     progress = is_watched() if progress is None else progress
     path = _resolve(path_or_name, progress)

@@ -2,11 +2,12 @@
 
 import math
 
+import ml_dtypes
 import numpy as np
 
 from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names_gguf import unpermute_rows
-from jaxinfer.layers.weights import PermutedInputs
+from jaxinfer.layers.weights import PermutedInputs, ScaledCodes
 from pallas_kernels.int4_matmul import PackedInt4, from_codes
 
 
@@ -65,6 +66,39 @@ class PackedRun:
         return weight if self._permutation is None else PermutedInputs(weight, self._permutation)
 
 
+class ScaledRun:
+    """Room for `rows` rows of 8-bit codes with one scale an output, of one kind: that of `first`."""
+
+    def __init__(self, rows: int, in_features: int, first: Codes) -> None:
+        dtype = scaled_dtype(first)
+        assert dtype is not None
+        self._kind = _kind(first, None)
+        self._codes = aligned_empty((rows, in_features), dtype)
+        self._scales = aligned_empty((rows,), np.dtype(np.float32))
+        self._filled = 0
+
+    def takes(self, first: Codes, permutation: np.ndarray | None) -> bool:
+        """Whether rows of that kind can follow those that are there."""
+        return _kind(first, permutation) == self._kind
+
+    def append(self, tensor: QuantizedTensor, start: int, stop: int, unpermute_heads: int | None) -> None:
+        """Adds rows start:stop of a tensor, in the order in which the model wants them."""
+        begin, end = self._filled, self._filled + stop - start
+        for first, last in tensor.chunks(start, stop):
+            rows = tensor.rows(first, last)
+            here = slice(begin + first - start, begin + last - start)
+            codes = rows.codes if rows.book is not None else rows.codes - np.uint8(128)
+            self._codes[here], self._scales[here] = codes.view(self._codes.dtype), rows.scales[:, 0]
+        if unpermute_heads is not None:
+            for array in (self._codes, self._scales):
+                array[begin:end] = unpermute_rows(array[begin:end], unpermute_heads)
+        self._filled = end
+
+    def finish(self) -> ScaledCodes:
+        """The weight of the rows that were added."""
+        return ScaledCodes(self._codes[: self._filled], self._scales[: self._filled])
+
+
 class DenseRun:
     """Room for `rows` rows of decoded weights."""
 
@@ -80,6 +114,18 @@ class DenseRun:
     def finish(self) -> np.ndarray:
         """The rows that were written."""
         return self._values[: self._filled]
+
+
+def scaled_dtype(codes: Codes) -> np.dtype | None:
+    """What 8-bit codes with one scale an output are, int8 or float8_e4m3fn; None for codes of another kind."""
+    if codes.bits != 8 or codes.scales.shape[1] != 1 or codes.offsets is not None:
+        return None
+    if codes.book is None:
+        return np.dtype(np.int8)
+    return np.dtype(ml_dtypes.float8_e4m3fn) if codes.book.tobytes() == _E4M3 else None
+
+
+_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32).tobytes()
 
 
 def _kind(codes: Codes, permutation: np.ndarray | None) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Weights that stay packed in 4 bits: from the codes of any checkpoint, and random ones for benchmarks."""
+"""Weights that stay packed: from the codes of any checkpoint, and random ones for benchmarks."""
 
 import collections
 import dataclasses
@@ -11,8 +11,8 @@ import numpy as np
 
 from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names import TensorSource
-from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
-from jaxinfer.packed_runs import DenseRun, PackedRun
+from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.packed_runs import DenseRun, PackedRun, ScaledRun, scaled_dtype
 from pallas_kernels.int4_matmul import PackedInt4, from_codes, to_kernel_layout
 
 SMALLEST_GROUP = 16
@@ -20,10 +20,12 @@ SMALLEST_GROUP = 16
 
 RANDOM_GROUP_SIZE = 128
 
-type HostWeight = np.ndarray | PackedInt4 | PermutedInputs | StackedOutputs
+type HostWeight = np.ndarray | PackedInt4 | PermutedInputs | StackedOutputs | ScaledCodes
 """A linear weight of NumPy arrays, codes in the canonical layout, before it goes to the device."""
 
-type DeviceWeight = jax.Array | PackedInt4 | PermutedInputs | StackedOutputs
+type DeviceWeight = jax.Array | PackedInt4 | PermutedInputs | StackedOutputs | ScaledCodes
+
+type Run = PackedRun | ScaledRun | DenseRun
 
 
 @runtime_checkable
@@ -69,17 +71,14 @@ class PackedReader:
         the inputs) another part begins.
         """
         widths = [self.checkpoint.code_bits(self.sources[name].name) for name in names]
-        if 4 not in widths:
-            self.decoded.update(f"{width}-bit codes have no packed form yet" for width in widths if width is not None)
+        if not any(widths):
             return None
-        runs: list[PackedRun | DenseRun] = []
+        runs: list[Run] = []
         for index, name in enumerate(names):
             # Room for what may follow without a break; memory that is never written to is never taken.
             room = sum(rows[index:])
-            if widths[index] == 4 and self._append_packed(self.sources[name], runs, room, in_features):
+            if widths[index] is not None and self._append_packed(self.sources[name], runs, room, in_features):
                 continue
-            if widths[index] not in (None, 4):
-                self.decoded[f"{widths[index]}-bit codes have no packed form yet"] += 1
             run = runs[-1] if runs else None
             if not isinstance(run, DenseRun):
                 run = DenseRun(room, in_features, self.dtype)
@@ -89,10 +88,8 @@ class PackedReader:
         weights = [run.finish() for run in runs]
         return weights[0] if len(weights) == 1 else StackedOutputs(tuple(weights))
 
-    def _append_packed(
-        self, source: TensorSource, runs: list[PackedRun | DenseRun], room: int, in_features: int
-    ) -> bool:
-        """Adds a tensor of 4-bit codes to the last run, or to a new one; False if it has to be decoded."""
+    def _append_packed(self, source: TensorSource, runs: list[Run], room: int, in_features: int) -> bool:
+        """Adds a quantised tensor to the last run, or to a new one; False if it has to be decoded."""
         tensor = self.checkpoint.quantized(source.name)
         assert tensor is not None
         start, stop = source.rows or (0, tensor.shape[0])
@@ -102,8 +99,11 @@ class PackedReader:
             self.decoded[reason] += 1
             return False
         run = runs[-1] if runs else None
-        if not isinstance(run, PackedRun) or not run.takes(first, tensor.permutation):
-            run = PackedRun(room, in_features, first, tensor.permutation)
+        if run is None or isinstance(run, DenseRun) or not run.takes(first, tensor.permutation):
+            if first.bits == 8:
+                run = ScaledRun(room, in_features, first)
+            else:
+                run = PackedRun(room, in_features, first, tensor.permutation)
             runs.append(run)
         run.append(tensor, start, stop, source.unpermute_heads)
         self.checkpoint.release(source.name)
@@ -111,6 +111,10 @@ class PackedReader:
 
     def _refusal(self, codes: Codes, in_features: int) -> str | None:
         """Why rows like these are decoded; None if they stay packed."""
+        if codes.bits == 8:
+            if scaled_dtype(codes) is None:
+                return "8-bit codes stay packed only with one scale an output and without zeros"
+            return "no kernel of this device reads them" if self.only_for_kernel else None
         if codes.group_size < min(SMALLEST_GROUP, in_features):
             return f"groups of {codes.group_size} inputs save nothing packed"
         if not self.only_for_kernel:

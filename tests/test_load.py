@@ -299,7 +299,10 @@ def test_mixed_types_are_stacked_and_what_is_decoded_is_said(tmp_path: pathlib.P
     with caplog.at_level(logging.WARNING, "jaxinfer"):
         packed = load(path, dtype="float32", packed=True, progress=False).params.layers[0]
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "2 weights are decoded to float32 although packed=True: 8-bit codes have no packed form yet" in said
+    assert (
+        "2 weights are decoded to float32 although packed=True: 8-bit codes stay packed only with one scale an output"
+        in said
+    )
     assert [isinstance(part, PackedInt4) for part in packed.qkv.parts] == [True, False]
     np.testing.assert_array_equal(packed.down, decoded.down)
     product = linear(jnp.eye(256, dtype=jnp.float32), packed.qkv)

@@ -19,7 +19,7 @@ from checkpoints.quantized_config import Announcement, find_announcement
 from jaxinfer.decoder import Params
 from jaxinfer.generation import logits
 from jaxinfer.layers.linear import linear
-from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
+from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.model import load
 from pallas_kernels.int4_matmul import PackedInt4
 
@@ -44,12 +44,12 @@ def test_packed_weights_are_those_of_the_dense_model(name: str, tmp_path: pathli
     case = checkpoints_of.make(name, tmp_path)
     with caplog.at_level(logging.WARNING, "jaxinfer"):
         actual, expected = load_params(case.quantized, packed=True), load_params(case.dense)
-    eight_bits = name in checkpoints_of.EIGHT_BITS
-    decoded = [r.getMessage() for r in caplog.records if "7 weights are decoded to float32" in r.getMessage()]
-    assert len(decoded) == len(caplog.records) == eight_bits
+    is_decoded = name in checkpoints_of.DECODED
+    said = [r.getMessage() for r in caplog.records if "7 weights are decoded to float32" in r.getMessage()]
+    assert len(said) == len(caplog.records) == is_decoded
     for field in FIELDS:
         weight, dense = getattr(actual.layers[0], field), np.asarray(getattr(expected.layers[0], field))
-        assert isinstance(weight, jax.Array) == eight_bits
+        assert isinstance(weight, jax.Array) == is_decoded
         assert weight.shape == dense.shape
         product = linear(jnp.eye(dense.shape[1], dtype=jnp.float32), weight)
         np.testing.assert_allclose(product, dense.T, rtol=2e-6, atol=1e-6)
@@ -61,6 +61,7 @@ EXPECTED_KINDS = {
     "gptq own order": (StackedOutputs, PermutedInputs),
     "nf4": (PackedInt4, PackedInt4),
     "gptq 8 bits": (jax.Array, jax.Array),
+    "fp8 channel": (ScaledCodes, ScaledCodes),
 }
 
 
@@ -121,6 +122,19 @@ def test_the_default_packs_what_a_kernel_reads(tmp_path: pathlib.Path, monkeypat
     assert isinstance(layer.o, jax.Array)
     layer = load(case.quantized, dtype="float32", progress=False).params.layers[0]
     assert isinstance(layer.o, jax.Array)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int8", jnp.int8), ("fp8 tensor", jnp.float8_e4m3fn)])
+def test_eight_bits_with_one_scale_an_output_stay_as_they_are(name: str, dtype: type, tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make(name, tmp_path)
+    layer = load_params(case.quantized, packed=True).layers[0]
+    prefix = "model.layers.0.self_attn."
+    stored = np.concatenate([case.tensors[f"{prefix}{part}_proj.weight"] for part in "qkv"])
+    assert isinstance(layer.qkv, ScaledCodes)
+    assert layer.qkv.codes.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(layer.qkv.codes).view(np.uint8), stored.view(np.uint8))
+    scale = case.tensors[f"{prefix}v_proj.weight_scale"].astype(np.float32)
+    np.testing.assert_array_equal(layer.qkv.scales[96:], np.broadcast_to(scale.reshape(-1), 32))
 
 
 def test_fused_tensors_are_cut_by_rows(tmp_path: pathlib.Path) -> None:
