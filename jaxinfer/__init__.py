@@ -6,9 +6,11 @@ ji.generate(model, ["The capital of France is"], ji.SamplingParams(max_tokens=32
 """
 
 import importlib
-import typing
 
-if typing.TYPE_CHECKING:
+__version__ = "0.1.0"
+
+TYPE_CHECKING = False  # type checkers take it for typing's, whose import is most of the time before `jaxinfer` listens
+if TYPE_CHECKING:
     from checkpoints.errors import CheckpointError as CheckpointError
     from checkpoints.pull import pull as pull
     from jaxinfer.config import ModelConfig as ModelConfig
@@ -74,7 +76,7 @@ _MODULES = {
 }
 
 
-if not typing.TYPE_CHECKING:  # else a type checker would accept any name
+if not TYPE_CHECKING:  # else a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         """Imports a public name's module when the name is first used: JAX takes a second, and `jaxinfer --help` waits

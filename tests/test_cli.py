@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 import jaxinfer.cli
+from jaxinfer.cli import command_line
 from jaxinfer.cli import options as cli_options
 from jaxinfer.outputs import Delta
 from jaxinfer.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ def test_every_sampling_field_has_an_option_that_sets_it() -> None:
         min_p=0.1,
         seed=7,
         stop=("x", "y z"),
-        stop_token_ids=(5, 6),
+        stop_token_ids=(5, 6, 8),
         ignore_eos=True,
         include_stop_str_in_output=True,
         skip_special_tokens=False,
@@ -78,13 +79,13 @@ def test_every_sampling_field_has_an_option_that_sets_it() -> None:
     assert all(getattr(given, field.name) != getattr(defaults, field.name) for field in dataclasses.fields(given))
     line = (
         "generate m --n 2 --max-tokens none --min-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 "
-        "--seed 7 --stop x --stop-token-ids 5 6 --ignore-eos --include-stop-str-in-output --no-skip-special-tokens "
-        "--logprobs 1 --prompt-logprobs 2 --presence-penalty -0.5 --frequency-penalty 0.25 --repetition-penalty 1.5 "
-        "--logit-bias 8=-100 --logit-bias 9=1.5"
+        "--seed 7 --stop x --stop-token-ids 5,6 --stop-token-ids 8 --ignore-eos --include-stop-str-in-output "
+        "--no-skip-special-tokens --logprobs 1 --prompt-logprobs 2 --presence-penalty -0.5 --frequency-penalty 0.25 "
+        "--repetition-penalty 1.5 --logit-bias 8=-100 --logit-bias 9=1.5"
     )
-    parsed = jaxinfer.cli.parser().parse_args([*line.split(), "--stop", "y z"])
+    parsed = command_line.parser().parse_args([*line.split(), "--stop", "y z"])
     assert SamplingParams.from_dict(cli_options.sampling_values(parsed)) == given
-    parsed = jaxinfer.cli.parser().parse_args(["generate", "m"])
+    parsed = command_line.parser().parse_args(["generate", "m"])
     assert SamplingParams.from_dict(cli_options.sampling_values(parsed)) == defaults
 
 
@@ -95,8 +96,34 @@ def test_help_of_an_option_is_its_field_docstring(run) -> None:
     assert "Default: 16." in out
 
 
+def test_help_has_no_words_that_only_python_knows(run) -> None:
+    for command in command_line._COMMANDS:
+        _, out, _ = run(command, "--help")
+        words = " ".join(out.split())
+        for python in ("None", "True", "tuple", "construction", "validate_for", "min_tokens", "Namespace"):
+            assert python not in words, (command, python)
+    assert "log-likelihoods of continuations of prompts, one JSON object each" in " ".join(
+        run("score", "--help")[1].split()
+    )
+
+
+def test_a_list_of_ids_leaves_the_model_alone() -> None:
+    """Values with blanks between them took the MODEL that follows for one more."""
+    parsed = command_line.parser().parse_args(["generate", "--stop-token-ids", "5", "MODEL"])
+    assert (parsed.model, cli_options.sampling_values(parsed)["stop_token_ids"]) == ("MODEL", [5])
+    parsed = command_line.parser().parse_args(["spec-bench", "--k", "2,4", "MODEL"])
+    assert (parsed.model, parsed.k) == ("MODEL", [2, 4])
+    assert command_line.parser().parse_args(["spec-bench", "MODEL"]).k == [4]
+
+
+def test_version(run) -> None:
+    assert run("--version") == (0, f"jaxinfer {jaxinfer.__version__}\n", "")
+
+
 def test_help_imports_no_jax() -> None:
-    program = "import sys; from jaxinfer.cli import parser; parser().format_help(); print('jax' in sys.modules)"
+    program = (
+        "import sys; from jaxinfer.cli.command_line import parser; parser().format_help(); print('jax' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -166,7 +193,19 @@ def test_jsonl_file_holds_texts_ids_or_chats_with_options_of_their_own(
     assert code == 0
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["completions"][0]["text"] for record in records] == ["BCDEF", "DEF", "G"]
-    assert [record["prompt"] for record in records] == ["A", None, None]
+    assert [record["prompt"] for record in records] == ["A", None, "DEF|"]
+
+
+def test_json_lines_from_standard_input_are_asked_for(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in ((), ("--prompts-file", "-")):
+        monkeypatch.setattr("sys.stdin", io.StringIO('{"prompt": "A"}\n\n{"token_ids": [2]}\n'))
+        code, out, _ = run("generate", folder, *source, "--jsonl", "--json", *GREEDY)
+        assert code == 0
+        assert [json.loads(line)["completions"][0]["text"] for line in out.splitlines()] == ["BCDEFG", "G"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("A\n"))
+    code, _, err = run("generate", folder, "--jsonl", *GREEDY)
+    assert code == 2
+    assert err.startswith("error: standard input line 1 is not JSON")
 
 
 def test_standard_input_is_one_prompt(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +243,19 @@ def test_model_without_tokenizer_takes_and_gives_ids(run, folder: str, tmp_path:
         (("generate", "./nosuch", "--prompt", "A"), "./nosuch: no such file or folder"),
         (("info", "{empty}"), "no config.json in this folder"),
         (("pull", "nosuch"), "unknown model 'nosuch'"),
-        (("generate", "{model}", "--prompt", "A", "--bogus"), "unrecognized arguments: --bogus"),
+        (("generate", "{model}", "--prompt", "A", "--bogus"), "unknown option --bogus (see jaxinfer generate --help)"),
+        (
+            ("generate", "{model}", "--temp", "0.5"),
+            "unknown option --temp; did you mean --temperature? (see jaxinfer gen",
+        ),
+        (
+            ("chat", "{model}", "--max_tokens=5"),
+            "unknown option --max_tokens; did you mean --max-tokens? (see jaxinfer c",
+        ),
+        (("--bogus", "info", "{model}"), "unknown option --bogus"),
+        (("info", "m", "x"), "unexpected argument 'x': MODEL is 'm' already (see jaxinfer info --help)"),
+        (("generate", "m", "--prompt", "A", "--jsonl"), "--jsonl is for --prompts-file and standard input"),
+        (("generate", "m", "--stop-token-ids", "5,x"), "argument --stop-token-ids: 'x' is not a whole number"),
         (("generate", "{model}", "--prompt", "A", "--top-k", "many"), "argument --top-k: 'many' is not a whole number"),
         (("generate", "{model}", "--prompt", "A", "--top-p", "1.5"), "top_p is 1.5; expected a number in (0, 1]"),
         (("generate", "{model}", "--prompt", "A", "--logit-bias", "5"), "'5' is not ID=VALUE"),
@@ -294,6 +345,26 @@ def test_interruption_is_exit_code_130(run, folder: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("jaxinfer.cli.generate.stream", interrupted)
     assert run("generate", folder, "--prompt", "A") == (130, "", "")
+
+
+@pytest.mark.parametrize("module", ["jaxinfer.cli.command_line", "argparse", "jaxinfer.sampling_params", "jax"])
+def test_an_interruption_while_a_module_is_imported_is_exit_code_130(module: str) -> None:
+    """Only `main` can catch Ctrl-C, so nothing that takes time is imported before it runs."""
+    program = f"""
+import os, signal, sys
+from jaxinfer.cli import main
+
+class Interrupting:
+    def find_spec(name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+sys.meta_path.insert(0, Interrupting)
+sys.exit(main(["info", "/dev/null/none"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_other_errors_keep_their_traceback(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

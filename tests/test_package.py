@@ -2,9 +2,10 @@
 
 import ast
 import asyncio
-import importlib
+import importlib.metadata
 import pathlib
 import threading
+import tomllib
 
 import markov
 import pytest
@@ -16,9 +17,9 @@ GREEDY = ji.SamplingParams(max_tokens=8, temperature=0.0)
 
 
 def names_for_type_checkers() -> dict[str, str]:
-    """Name to module of the imports below `if typing.TYPE_CHECKING`."""
+    """Name to module of the imports below `if TYPE_CHECKING`."""
     blocks = [node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.If)]
-    (block,) = (node for node in blocks if ast.unparse(node.test) == "typing.TYPE_CHECKING")
+    (block,) = (node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING")
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     assert all(alias.asname == alias.name for node in imports for alias in node.names)
     return {alias.name: str(node.module) for node in imports for alias in node.names}
@@ -31,6 +32,14 @@ def test_names_at_run_time_are_those_for_type_checkers() -> None:
         assert name in dir(ji)
     with pytest.raises(AttributeError, match="module 'jaxinfer' has no attribute 'genrate'"):
         ji.genrate  # noqa: B018  # the access is what is tested
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    """One place has it: the package, which the build reads."""
+    assert ji.__version__ == importlib.metadata.version("jaxinfer")
+    project = tomllib.loads((SOURCE.parent.parent / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "jaxinfer/__init__.py"
 
 
 def test_no_module_hides_a_public_name() -> None:

@@ -33,6 +33,8 @@ def run(options: argparse.Namespace) -> int:
     """Checks everything that needs no model, loads it, and generates."""
     if options.system is not None and not options.chat:
         raise ValueError("--system needs --chat, which is what has a place for it")
+    if options.jsonl and options.prompt is not None:
+        raise ValueError("--jsonl is for --prompts-file and standard input; with --prompt leave it out")
     jobs = list(_jobs(options))
     if not options.json and any(
         job.params.logprobs is not None or job.params.prompt_logprobs is not None for job in jobs
@@ -89,7 +91,7 @@ def _print_json(
                 failures.append((index, str(completion.stop_reason)))
         record = {
             "index": index,
-            "prompt": job.text,
+            "prompt": _text(model, job),
             "prompt_token_ids": output.prompt_token_ids,
             "completions": [
                 {
@@ -170,6 +172,13 @@ class Speed:
         return f"[{self.num_tokens} tokens in {seconds:.2f} s, {self.num_tokens / seconds:.1f} tokens/s]"
 
 
+def _text(model: Model, job: Job) -> str | None:
+    """The prompt as text: what was given, or what the chat template made of messages; None for token ids."""
+    if job.text is None and job.messages is not None and model.tokenizer is not None:
+        return model.tokenizer.render_chat(job.messages)
+    return job.text
+
+
 def _prompt(model: Model, job: Job, index: int) -> Prompt:
     """What `jaxinfer.generate` takes."""
     if job.token_ids is not None:
@@ -186,9 +195,10 @@ def _jobs(options: argparse.Namespace) -> Iterator[Job]:
     """The prompts, from wherever they come, each with its sampling parameters."""
     values = sampling_values(options)
     shared = SamplingParams.from_dict(values)
-    if options.prompts_file is not None and options.prompts_file.endswith(".jsonl"):
-        for number, line in enumerate(_lines(options.prompts_file), 1):
-            yield _from_json(line, f"{options.prompts_file} line {number}", values, options)
+    if options.jsonl or (options.prompts_file is not None and options.prompts_file.endswith(".jsonl")):
+        name = "-" if options.prompts_file is None else options.prompts_file
+        for number, line in enumerate(_lines(name), 1):
+            yield _from_json(line, f"{_shown(name)} line {number}", values, options)
         return
     if options.prompt is not None:
         texts = options.prompt
@@ -211,14 +221,23 @@ def _chat_or_text(text: str, params: SamplingParams, options: argparse.Namespace
 
 def _lines(name: str) -> list[str]:
     """Lines of a file that are not blank; `-` is standard input."""
+    if name == "-" and sys.stdin.isatty():
+        raise ValueError("standard input is a terminal; pipe the prompts in, or name a file")
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
+        problem = f"is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        raise ValueError(f"{_shown(name)} {problem}") from error
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}; expected a text file with one prompt a line") from error
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
-        raise ValueError(f"{name} holds no prompts; give one a line")
+        raise ValueError(f"{_shown(name)} holds no prompts; give one a line")
     return [line.removesuffix("\r") for line in lines]
+
+
+def _shown(name: str) -> str:
+    return "standard input" if name == "-" else name
 
 
 def _from_json(line: str, where: str, values: dict[str, Any], options: argparse.Namespace) -> Job:

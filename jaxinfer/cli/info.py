@@ -12,6 +12,7 @@ from typing import Any
 from jaxinfer import kv_cache
 from jaxinfer.cli.options import json_line
 from jaxinfer.config import RopeConfig
+from jaxinfer.device import start_device
 from jaxinfer.model import inspect, weights_dtype_for
 from jaxinfer.params import canonical_shapes, num_parameters
 
@@ -27,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
 def gather(path_or_name: str, dtype: str | None) -> dict[str, Any]:
     """Everything `info` says, as JSON values. Sizes are in bytes."""
+    start_device()
     weights_dtype = weights_dtype_for(dtype)
     found = inspect(path_or_name, progress=sys.stderr.isatty())
     config = found.config

@@ -3,8 +3,10 @@
 import argparse
 import ast
 import dataclasses
+import difflib
 import inspect
 import json
+import re
 import sys
 import textwrap
 import types
@@ -17,11 +19,29 @@ from jaxinfer.sampling_params import SamplingParams
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+_REPEAT = {str | Sequence[str]: " Repeat it for several.", Sequence[int]: " Several: with commas, or repeat it."}
+
+
 class Parser(argparse.ArgumentParser):
     """Reports bad arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+    def refuse(self, unknown: Sequence[str], found: argparse.Namespace) -> NoReturn:
+        """Ends the program for what `parse_known_args` left over, naming the option that was probably meant."""
+        self.error(self._explain(unknown, found))
+
+    def _explain(self, unknown: Sequence[str], found: argparse.Namespace) -> str:
+        options = [word.partition("=")[0] for word in unknown if word.startswith("-") and len(word) > 1]
+        if not options:
+            model = getattr(found, "model", None)
+            return f"unexpected argument {unknown[0]!r}" + (f": MODEL is {model!r} already" if model else "")
+        given = options[0]
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        begins = sorted((option for option in known if option.startswith(given)), key=len)
+        close = begins or difflib.get_close_matches(given, known, n=1)
+        return f"unknown option {given}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -46,13 +66,13 @@ def add_sampling(
         if field.name in leave_out:
             continue
         default = defaults.get(field.name, field.default)
-        words = documentation[field.name].replace("%", "%%")
+        words = _for_command_line(documentation[field.name]).replace("%", "%%")
         shown = "" if isinstance(default, bool) or default == () else f" Default: {str(default).lower()}."
         group.add_argument(
             "--" + field.name.replace("_", "-"),
             dest=f"sampling.{field.name}",
             default=argparse.SUPPRESS,
-            help=f"{words}{shown}",
+            help=f"{words}{_REPEAT.get(field.type, '')}{shown}",
             **_how(field),
         )
 
@@ -85,7 +105,7 @@ def _how(field: dataclasses.Field) -> dict[str, Any]:
     if field.type == str | Sequence[str]:
         return {"action": "append", "metavar": "TEXT"}
     if field.type == Sequence[int]:
-        return {"action": "extend", "nargs": "+", "type": _integer, "metavar": "ID"}
+        return {"action": "extend", "type": integers, "metavar": "ID[,ID...]"}
     if Mapping[int, float] in typing.get_args(field.type):
         return {"action": "append", "type": _bias, "metavar": "ID=VALUE"}
     raise TypeError(f"no command-line form for SamplingParams.{field.name} of type {field.type}")
@@ -96,6 +116,11 @@ def _integer(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def integers(text: str) -> list[int]:
+    """A list with commas. Values separated by blanks would take the MODEL that follows for one of them."""
+    return [_integer(word) for word in text.split(",")]
 
 
 def _optional_integer(text: str) -> int | None:
@@ -114,6 +139,14 @@ def _bias(text: str) -> tuple[int, float]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE, such as 198=-100")
     return _integer(token), _number(value)
+
+
+def _for_command_line(docstring: str) -> str:
+    """A field's docstring without what only Python has: types, methods, field names, None."""
+    sentences = [text for text in re.split(r"(?<=\.) ", docstring) if not text.endswith("after construction.")]
+    words = re.sub(r" \(`\w+`\)", "", " ".join(sentences))
+    words = re.sub(r"`(\w+)`", lambda match: "--" + match[1].replace("_", "-"), words)
+    return re.sub(r"\bNone\b", "none", words)
 
 
 def _field_docstrings(cls: type) -> dict[str, str]:
