@@ -87,7 +87,7 @@ CASES: list[Product | Attention] = [
     Product(8, 4096, 4096, 6.3),
     Attention(Shape(8, 1024, tokens=5), 19.0),
     Attention(Shape(64, 2048, ragged=True), 90.0),
-    Attention(Shape(64, 4096, kv="int8"), 230.0),
+    Attention(Shape(64, 4096, kv="int8"), 190.0),
     Product(32, *UP, 18.0),
     Product(256, *UP, 95.0),
     Product(1024, *UP, 230.0),

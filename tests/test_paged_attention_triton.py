@@ -104,6 +104,7 @@ def test_schedules(pairs, rows, head_dim, max_keys, card, expected) -> None:
     assert schedule_for(**sizes, exact=False, multiprocessors=card[0], capability=card[1]) == expected
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")
 def test_reads_lengths_wherever_a_kernel_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     bf16, f32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
     assert not reads_lengths(bf16, "bfloat16", 128, 16)  # no GPU here: the reference gathers whole tables
