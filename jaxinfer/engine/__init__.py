@@ -29,12 +29,12 @@ What a round does. Prompts wait in a queue, first come, first served; sequences 
 `generate` prompts go first. A chunk runs while the one before it is read: the host decides on stop strings and arrivals
 one chunk late. `policy="mixed"` is one queue in which prompts always go first, as a baseline to measure against.
 
-Memory. The pool takes `memory_fraction` of what is free when the engine is made, or `num_pages`; `close`, or leaving the
-`with` block, gives it back at once, and the weights go with the model (`del model`). Pages of finished requests stay
-known by their tokens: prompts that begin the same skip that part (`prefix_cache`). Completions of one request (n > 1)
-share the pages of its prompt. When pages run out the latest arrival gives way and is computed again later. A request
-that could never fit is refused (`RequestTooLong`); what is wrong with a request ends that request alone: NaN in its
-logits or an exception in its callback with finish reason "error", `abort` and closed streams with "abort".
+Memory. The pool takes `memory_fraction` of what is free when the engine is made, or `num_pages`; `close`, or leaving
+the `with` block, gives it back at once, and the weights go with the model (`del model`). Pages of finished requests
+stay known by their tokens: prompts that begin the same skip that part (`prefix_cache`). Completions of one request
+(n > 1) share the pages of its prompt. When pages run out the latest arrival gives way and is computed again later. A
+request that could never fit is refused (`RequestTooLong`); what is wrong with a request ends that request alone: NaN in
+its logits or an exception in its callback with finish reason "error", `abort` and closed streams with "abort".
 
 Compilation. Programs exist in a few sizes (`prefill_lengths`, `prefill_rows`, `decode_rows`); fewer sizes compile
 sooner, more waste less padding. `sampling` holds examples of what will be asked for: a request that needs more (say,

@@ -156,7 +156,8 @@ class Meter:
     def __init__(self) -> None:
         self.origin = time.perf_counter()
         self.prefill_rate: float | None = None
-        """Prefill tokens per second of device time, a running mean; survives `reset`."""
+        """Prefill tokens per second of device time, over about the last ten programs; survives `reset`."""
+        self._recent = (0.0, 0.0)
         self._last_end = 0.0
         self.reset()
 
@@ -185,8 +186,9 @@ class Meter:
         else:
             self.prompt_tokens += num_tokens
             if end > start:
-                rate = num_tokens / (end - start)
-                self.prefill_rate = rate if self.prefill_rate is None else 0.9 * self.prefill_rate + 0.1 * rate
+                tokens, seconds = self._recent
+                self._recent = (0.9 * tokens + num_tokens, 0.9 * seconds + end - start)
+                self.prefill_rate = self._recent[0] / self._recent[1]
 
     def add_tokens(self, clock: Clock, count: int) -> None:
         """The host has read `count` more tokens of a completion."""
