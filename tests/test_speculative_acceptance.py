@@ -29,7 +29,9 @@ DRAFT = np.log([[0.1, 0.3, 0.05, 0.4, 0.05, 0.1], [0.3, 0.1, 0.3, 0.1, 0.1, 0.1]
 WIDE = SamplerVariant(
     VOCAB, greedy=False, top_k=True, top_p=True, min_p=True, penalties=True, logit_bias=True, min_tokens=True
 )
-"""One program for all tests of a kind: compiling is what they spend their time on."""
+SIMPLE = SamplerVariant(VOCAB, greedy=False)
+GREEDY = SamplerVariant(VOCAB, min_tokens=True)
+"""Few programs for all tests: compiling is what they spend their time on."""
 judge = jax.jit(rules.judge, static_argnames=("variant", "acceptance"))
 plain_sample = jax.jit(sample, static_argnames="variant")
 
@@ -38,7 +40,9 @@ def after(table: np.ndarray, tokens: jax.Array) -> jax.Array:
     return jnp.asarray(table, jnp.float32)[jnp.minimum(tokens, 2)]
 
 
-def build(params: list[SamplingParams], prompt: tuple[int, ...] = (0,)) -> SamplingState:
+def build(
+    params: list[SamplingParams], prompt: tuple[int, ...] = (0,), variant: SamplerVariant = WIDE
+) -> SamplingState:
     state, _ = build_sampling_state(
         params,
         [prompt] * len(params),
@@ -47,7 +51,7 @@ def build(params: list[SamplingParams], prompt: tuple[int, ...] = (0,)) -> Sampl
         eos_token_ids=[1],
         seeds=[7] * len(params),
         sample_indices=list(range(len(params))),
-        variant=WIDE,
+        variant=variant,
     )
     return state
 
@@ -145,11 +149,11 @@ def test_acceptance_is_the_overlap_of_the_distributions():
 
 def test_one_hot_proposals_are_accepted_with_the_target_s_probability():
     """Greedy drafts propose token 3, whose probability is 0.1: accepting by the draft's softmax would take 0.25."""
-    state = build([SamplingParams(temperature=1.0)] * ROWS)
+    state = build([SamplingParams(temperature=1.0)] * ROWS, variant=SIMPLE)
     zeros = jnp.zeros(ROWS, jnp.int32)
     proposal = Proposal(jnp.full((ROWS, 1), 3, jnp.int32), zeros + 1)
     logits = after(TARGET, jnp.concatenate([zeros[:, None], proposal.tokens], axis=1))
-    verdict = judge(logits, proposal, state, WIDE, zeros, zeros + 9, zeros > 0, EXACT)
+    verdict = judge(logits, proposal, state, SIMPLE, zeros, zeros + 9, zeros > 0, EXACT)
     share = np.asarray(verdict.num_accepted).mean()
     assert abs(share - 0.1) < 4 * np.sqrt(0.1 * 0.9 / ROWS)
     assert_follows(np.asarray(verdict.tokens)[:, 0], np.exp(TARGET[0]))
@@ -187,24 +191,26 @@ def test_penalties_count_accepted_tokens_within_a_step():
 
 def test_h3_min_tokens_holds_at_drafted_positions():
     """Trap H3: the end-of-text id is impossible at output positions below min_tokens and possible at it."""
-    state = build([SamplingParams(temperature=0.0, min_tokens=count, max_tokens=9) for count in (0, 1, 2, 3)])
+    state = build(
+        [SamplingParams(temperature=0.0, min_tokens=count, max_tokens=9) for count in (0, 1, 2, 3)], variant=GREEDY
+    )
     # The target wants the end at every place, and the draft proposes it.
     logits = jnp.broadcast_to(jnp.array([0.0, 5.0, 1.0, 0.0, 0.0, 0.0]), (4, 4, VOCAB))
     zeros = jnp.zeros(4, jnp.int32)
     proposal = Proposal(jnp.ones((4, 3), jnp.int32), zeros + 3)
-    verdict = judge(logits, proposal, state, WIDE, zeros, zeros + 9, zeros == 0, EXACT)
+    verdict = judge(logits, proposal, state, GREEDY, zeros, zeros + 9, zeros == 0, EXACT)
     assert np.asarray(verdict.num_accepted).tolist() == [3, 0, 0, 0]
     assert np.asarray(verdict.tokens)[:, 0].tolist() == [1, 2, 2, 2]
     # With the token that may come proposed at the places where it must, the end is accepted exactly at min_tokens.
     tokens = jnp.array([[1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2]], jnp.int32)
-    verdict = judge(logits, Proposal(tokens, zeros + 3), state, WIDE, zeros, zeros + 9, zeros == 0, EXACT)
+    verdict = judge(logits, Proposal(tokens, zeros + 3), state, GREEDY, zeros, zeros + 9, zeros == 0, EXACT)
     assert np.asarray(verdict.num_accepted).tolist() == [3, 3, 3, 3]
     assert np.asarray(verdict.tokens).tolist() == [[1, 1, 1, 1], [2, 1, 1, 1], [2, 2, 1, 1], [2, 2, 2, 1]]
     # Trap K1: NaN after one accepted token leaves that token and nothing else. Nor is more accepted than proposed.
-    state = build([SamplingParams(temperature=0.0)] * 4)
+    state = build([SamplingParams(temperature=0.0)] * 4, variant=GREEDY)
     logits = logits.at[0, 1, 3].set(jnp.nan)
     proposal = Proposal(jnp.ones((4, 3), jnp.int32), jnp.array([3, 3, 1, 0], jnp.int32))
-    verdict = judge(logits, proposal, state, WIDE, zeros, zeros + 9, zeros == 0, EXACT)
+    verdict = judge(logits, proposal, state, GREEDY, zeros, zeros + 9, zeros == 0, EXACT)
     assert np.asarray(verdict.num_accepted).tolist() == [1, 3, 1, 0]
     assert np.asarray(verdict.valid).tolist() == [False, True, True, True]
 
@@ -225,21 +231,21 @@ def test_greedy_seeded_and_drawn_rows_share_a_batch():
 
 
 def test_equal_distributions_accept_everything_and_disjoint_ones_nothing():
-    state = build([SamplingParams(temperature=1.0)] * ROWS)
+    state = build([SamplingParams(temperature=1.0)] * ROWS, variant=SIMPLE)
     zeros = jnp.zeros(ROWS, jnp.int32)
     logits = after(TARGET, jnp.zeros((ROWS, 2), jnp.int32))
-    chosen, _ = plain_sample(logits[:, 0], state, WIDE, zeros)
+    chosen, _ = plain_sample(logits[:, 0], state, SIMPLE, zeros)
     proposal = Proposal(chosen.tokens[:, None], zeros + 1, logits[:, :1])
-    verdict = judge(logits, proposal, state, WIDE, zeros, zeros + 9, zeros > 0, EXACT)
+    verdict = judge(logits, proposal, state, SIMPLE, zeros, zeros + 9, zeros > 0, EXACT)
     assert (np.asarray(verdict.num_accepted) == 1).all()
     last = jnp.broadcast_to(jnp.arange(VOCAB) == 5, (ROWS, 2, VOCAB))
     proposal = Proposal(zeros[:, None] + 5, zeros + 1, jnp.where(last, 0.0, -jnp.inf)[:, :1])
-    verdict = judge(jnp.where(last, -jnp.inf, logits), proposal, state, WIDE, zeros, zeros + 9, zeros > 0, EXACT)
+    verdict = judge(jnp.where(last, -jnp.inf, logits), proposal, state, SIMPLE, zeros, zeros + 9, zeros > 0, EXACT)
     assert (np.asarray(verdict.num_accepted) == 0).all()
     assert (np.asarray(verdict.tokens)[:, 0] != 5).all()
     # A draft whose distribution is NaN is never accepted, and leaves the target's law as it is.
     proposal = Proposal(zeros[:, None], zeros + 1, jnp.full((ROWS, 1, VOCAB), jnp.nan))
-    verdict = judge(logits, proposal, state, WIDE, zeros, zeros + 9, zeros > 0, EXACT)
+    verdict = judge(logits, proposal, state, SIMPLE, zeros, zeros + 9, zeros > 0, EXACT)
     assert (np.asarray(verdict.num_accepted) == 0).all()
     assert_follows(np.asarray(verdict.tokens)[:, 0], np.exp(TARGET[0]))
 
@@ -265,11 +271,11 @@ def test_lossy_modes_accept_what_their_names_say():
 
 def test_a_lossy_row_takes_the_target_s_token_where_it_rejects():
     """A greedy row: top-2 acceptance keeps token 1, and in place of token 5 comes the argmax, 0."""
-    state = build([SamplingParams(temperature=0.0)] * 4)
+    state = build([SamplingParams(temperature=0.0)] * 4, variant=GREEDY)
     logits = after(TARGET, jnp.zeros((4, 4), jnp.int32))
     zeros = jnp.zeros(4, jnp.int32)
     proposal = Proposal(jnp.broadcast_to(jnp.array([1, 5, 0]), (4, 3)).astype(jnp.int32), zeros + 3)
-    verdict = judge(logits, proposal, state, WIDE, zeros, zeros + 99, zeros == 0, LossyTopK(2, 2, 2))
+    verdict = judge(logits, proposal, state, GREEDY, zeros, zeros + 99, zeros == 0, LossyTopK(2, 2, 2))
     assert np.asarray(verdict.num_accepted).tolist() == [1] * 4
     assert np.asarray(verdict.tokens)[:, :2].tolist() == [[1, 0]] * 4
 

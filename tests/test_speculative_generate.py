@@ -148,7 +148,7 @@ def prefix_probabilities(prompt: tuple[int, ...], temperature: float, top_k: int
 
 @pytest.mark.parametrize("kind", ["n-gram", "model", "self"])
 def test_unseeded_rows_have_the_target_s_distribution(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """The first three tokens of 1024 completions against their exact probabilities, a chi-square test at 1e-4.
+    """The first three tokens of 512 completions against their exact probabilities, a chi-square test at 1e-4.
 
     Each batch has rows that draw with other options.
     """
@@ -161,22 +161,22 @@ def test_unseeded_rows_have_the_target_s_distribution(kind: str, monkeypatch: py
         "self": lambda: SelfDraft(model, k=2),
     }
     kinds = [{"temperature": 1.0, "top_k": 3}, {"temperature": 0.6, "top_k": 4}]
-    params = [SamplingParams.from_dict({"max_tokens": 4, "ignore_eos": True, "n": 512} | options) for options in kinds]
+    params = [SamplingParams.from_dict({"max_tokens": 4, "ignore_eos": True, "n": 256} | options) for options in kinds]
     speculation = fixed(drafts[kind]())
-    outputs = generate(model, [prompt, prompt], params, draft=speculation, max_batch_size=1024)
+    outputs = generate(model, [prompt, prompt], params, draft=speculation, max_batch_size=512)
     for output, options in zip(outputs, kinds, strict=True):
         chances = prefix_probabilities(prompt, **options, depth=3)
         counts = dict.fromkeys(chances, 0)
         for completion in output.completions:
             counts[completion.token_ids[:3]] += 1
-        likely = [path for path, chance in chances.items() if chance * 512 >= 5]
+        likely = [path for path, chance in chances.items() if chance * 256 >= 5]
         observed = [counts[path] for path in likely]
-        expected = [512 * chances[path] for path in likely]
+        expected = [256 * chances[path] for path in likely]
         if len(likely) < len(chances):
-            observed.append(512 - sum(observed))
-            expected.append(512 - sum(expected))
+            observed.append(256 - sum(observed))
+            expected.append(256 - sum(expected))
         assert stats.chisquare(observed, expected).pvalue > 1e-4
-    assert speculation.report.tokens == 3 * 1024
+    assert speculation.report.tokens == 3 * 512
     if kind != "n-gram":
         assert speculation.report.acceptance_rate > 0.2
 
@@ -358,10 +358,11 @@ def test_bfloat16_tokens_are_those_of_the_same_program_without_proposals():
 
 
 def test_long_prompts_reach_the_draft_in_pieces(monkeypatch: pytest.MonkeyPatch):
-    """A prompt of 100 tokens beside one of 3, 64 tokens at a time: the draft, the target itself, is always right."""
-    monkeypatch.setattr(Limits, "default", classmethod(lambda cls: ONE_STEP))
+    """A prompt of 100 tokens, 64 at a time, beside shorter ones: the draft, the target itself, is always right."""
+    pieces = Limits(prefill_chunk=64, prefill_tokens=64, decode_chunk=4)
+    monkeypatch.setattr(Limits, "default", classmethod(lambda cls: pieces))
     model = load_case("llama")
-    prompts = [np.tile(CASE.tokens[0], 9)[:100].tolist(), PROMPTS[2]]
+    prompts = [np.tile(CASE.tokens[0], 9)[:100].tolist(), *PROMPTS[1:]]
     speculation = fixed(ModelDraft(model, k=2))
     expected = generate(model, prompts, greedy(max_tokens=10))
     assert_same(generate(model, prompts, greedy(max_tokens=10), draft=speculation), expected)
