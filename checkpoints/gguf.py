@@ -4,7 +4,7 @@ import contextlib
 import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, check_regular
 from checkpoints.formats import ggml_codes
 from checkpoints.formats.codes import QuantizedTensor
 from checkpoints.formats.ggml import dequantize
@@ -32,6 +32,7 @@ class _Part:
     def __init__(self, path: Path):
         self.path = path
         try:
+            check_regular(path)
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < 24:
@@ -209,6 +210,15 @@ def _locate(entry: TensorEntry, rows: slice | None) -> tuple[tuple[int, ...], in
     first = entry.offset + start * bytes_per_row // type_.block_elements
     last = entry.offset + stop * bytes_per_row // type_.block_elements
     return (stop - start, *shape[1:]), first, last
+
+
+def whole_models(paths: Iterable[Path]) -> list[Path]:
+    """One path for each model among GGUF files, sorted: parts of a split model count as one, under their first part."""
+    models: dict[str, Path] = {}
+    for path in sorted(paths):
+        match = _SPLIT_NAME.fullmatch(path.name)
+        models.setdefault(path.name if match is None else f"{match['prefix']}-of-{match['count']}", path)
+    return sorted(models.values())
 
 
 def _open_parts(path: Path) -> list[_Part]:

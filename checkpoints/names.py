@@ -10,6 +10,7 @@ import re
 import reprlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from checkpoints.errors import CheckpointError
 from checkpoints.tensors import TensorInfo
@@ -81,6 +82,8 @@ _SKIPPED = (
 )
 """Tensors that a text decoder does without, and why; anything else that no parameter uses is an error."""
 
+_INTEGERS = frozenset({"BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"})
+
 _LAYER = re.compile(r"((?:.*?\.)?(?:layers|blk)\.)(\d{1,6})(\..*)", re.DOTALL)
 _show = reprlib.Repr(maxstring=200).repr
 
@@ -93,12 +96,14 @@ def hugging_face_sources(
     kv_rows: int,
     intermediate_size: int,
     available: Collection[str],
+    include_absent: bool = False,
 ) -> tuple[dict[str, TensorSource], dict[str, str]]:
     """Says where each canonical parameter is in a Hugging Face checkpoint, and which tensors to skip and why.
 
-    `available` are the names of the file's tensors. Only parameters whose tensor is among them are returned;
-    `check_complete` finds the missing ones. The head is returned whenever it is there, tied or not. `q_rows` is
-    num_heads * head_dim, `kv_rows` num_kv_heads * head_dim. An unknown `model_type` is a CheckpointError.
+    `available` are the names of the file's tensors. Only parameters whose tensor is among them are returned, or with
+    `include_absent` all that the family may have, under the name that the file would give them, which is what
+    `check_complete` reports. The head is returned whenever it is there, tied or not. `q_rows` is num_heads * head_dim,
+    `kv_rows` num_kv_heads * head_dim. An unknown `model_type` is a CheckpointError.
     """
     if model_type not in _FAMILIES:
         raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {', '.join(_FAMILIES)}")
@@ -110,15 +115,13 @@ def hugging_face_sources(
         "embed_tokens.weight": TensorSource(prefix + "embed_tokens.weight"),
         "norm.weight": TensorSource(prefix + "norm.weight"),
     }
-    for head in _HEADS:
-        if head in present:
-            sources["lm_head.weight"] = TensorSource(head)
-            break
+    sources["lm_head.weight"] = TensorSource(next((head for head in _HEADS if head in present), _HEADS[0]))
     splits = (q_rows, kv_rows, intermediate_size)
     for layer in range(num_layers):
         for canonical, source in _layer_sources(family, f"{prefix}layers.{layer}.", *splits):
             sources[f"layers.{layer}.{canonical}"] = source
-    sources = {canonical: source for canonical, source in sources.items() if source.name in present}
+    if not include_absent:
+        sources = {canonical: source for canonical, source in sources.items() if source.name in present}
 
     skipped = {name: reason for name in available for pattern, reason in _SKIPPED if pattern.search(name)}
     return sources, skipped
@@ -159,6 +162,67 @@ def _layer_sources(
         yield f"down_proj.{kind}", TensorSource(f"{prefix}mlp.down_proj.{kind}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """In what a checkpoint and a configuration disagree. `missing` and `integers` are canonical names, `unexpected`
+    are the file's, `misshapen` are descriptions. `integers` holds parameters whose tensor has whole numbers, which are
+    codes of a quantisation that nothing here knows."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
+    integers: tuple[str, ...]
+    file_names: Mapping[str, str]
+    """The file's own names of canonical ones, of what it lacks too."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshapen or self.integers)
+
+    def __str__(self) -> str:
+        """One line: the problems and the remedy."""
+        problems = []
+        if self.missing:
+            problems.append(f"{len(self.missing)} missing: {_summarize(self.missing, self.file_names)}")
+        if self.unexpected:
+            problems.append(f"{len(self.unexpected)} unexpected: {_summarize(self.unexpected)}")
+        if self.misshapen:
+            problems.append(f"wrong shapes: {', '.join(self.misshapen)}")
+        remedy = (
+            "the configuration belongs to another model or files are incomplete: download all of them again from one "
+            "place"
+        )
+        if self.integers:
+            remedy = remedy if problems else "they are codes of a quantisation that is not read: use the original model"
+            problems.append(f"integers in place of weights: {_summarize(self.integers, self.file_names)}")
+        return f"the tensors do not fit the configuration; {'; '.join(problems)}; {remedy}"
+
+
+def compare(
+    expected: Mapping[str, tuple[int, ...]],
+    sources: Mapping[str, TensorSource],
+    tensors: Mapping[str, TensorInfo],
+    skipped: Collection[str],
+) -> Mismatch:
+    """Everything in which a checkpoint and a configuration disagree.
+
+    `expected` has the canonical name and the shape of every parameter of the model. Each must have a source whose
+    rows have that shape; each tensor of the file must be used or be in `skipped`; parameters that share a tensor
+    must use all of its rows. A head that is to be read from the file belongs in `expected`, one that is not wanted,
+    because the embedding is tied to it, in `skipped`. `sources` may name tensors that are not there.
+    """
+    missing = [name for name in expected if name not in sources or sources[name].name not in tensors]
+    used = {name: sources[name] for name in expected if name not in set(missing)}
+    consumed = {source.name for source in used.values()}
+    file_names = {name: source.name for name, source in sources.items()}
+    return Mismatch(
+        missing=tuple(missing),
+        unexpected=tuple(name for name in tensors if name not in consumed and name not in skipped),
+        misshapen=(*_wrong_shapes(expected, used, tensors, file_names), *_wrong_parts(used, tensors)),
+        integers=tuple(name for name, source in used.items() if tensors[source.name].dtype in _INTEGERS),
+        file_names=file_names,
+    )
+
+
 def check_complete(
     expected: Mapping[str, tuple[int, ...]],
     sources: Mapping[str, TensorSource],
@@ -167,36 +231,17 @@ def check_complete(
     *,
     where: str = "checkpoint",
 ) -> None:
-    """Raises one CheckpointError that lists everything in which a checkpoint and a configuration disagree.
-
-    `expected` has the canonical name and the shape of every parameter of the model. Each must have a source whose
-    rows have that shape; each tensor of the file must be used or be in `skipped`; parameters that share a tensor
-    must use all of its rows. `where` names the checkpoint in the message. A head that is to be read from the file
-    belongs in `expected`, one that is not wanted, because the embedding is tied to it, in `skipped`.
-    """
-    missing = [name for name in expected if name not in sources or sources[name].name not in tensors]
-    used = {name: sources[name] for name in expected if name not in set(missing)}
-    consumed = {source.name for source in used.values()}
-    unexpected = [name for name in tensors if name not in consumed and name not in skipped]
-    misshapen = [*_wrong_shapes(expected, used, tensors), *_wrong_parts(used, tensors)]
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} missing: {_summarize(missing)}")
-    if unexpected:
-        problems.append(f"{len(unexpected)} unexpected: {_summarize(unexpected)}")
-    if misshapen:
-        problems.append(f"wrong shapes: {', '.join(misshapen)}")
-    if problems:
-        raise CheckpointError(
-            f"{where}: the tensors do not fit the configuration; {'; '.join(problems)}; the configuration belongs to "
-            "another model or files are incomplete: download all of them again from one place"
-        )
+    """Raises one CheckpointError that lists everything that `compare` finds. `where` names the checkpoint in it."""
+    mismatch = compare(expected, sources, tensors, skipped)
+    if mismatch:
+        raise CheckpointError(f"{where}: {mismatch}")
 
 
 def _wrong_shapes(
     expected: Mapping[str, tuple[int, ...]],
     used: Mapping[str, TensorSource],
     tensors: Mapping[str, TensorInfo],
+    file_names: Mapping[str, str],
 ) -> Iterator[str]:
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for canonical, source in used.items():
@@ -209,7 +254,7 @@ def _wrong_shapes(
             if not shape or stop > shape[0] or (stop - start, *shape[1:]) != want:
                 groups[f"is rows {start}:{stop} of {list(shape)}, expected {list(want)}"].append(canonical)
     for problem, names in groups.items():
-        yield f"{_summarize(names)} {problem}"
+        yield f"{_summarize(names, file_names)} {problem}"
 
 
 def _wrong_parts(used: Mapping[str, TensorSource], tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
@@ -229,17 +274,26 @@ def _wrong_parts(used: Mapping[str, TensorSource], tensors: Mapping[str, TensorI
         yield f"{_summarize(names)} {problem}"
 
 
-def _summarize(names: Iterable[str], limit: int = 100) -> str:
-    """Lists names, those that differ only in the layer as one: `layers.{0-3,5}.q_proj.weight`."""
-    layers: dict[tuple[str, str], list[int]] = {}
+def _summarize(names: Iterable[str], file_names: Mapping[str, str] = MappingProxyType({}), limit: int = 100) -> str:
+    """Lists names, those that differ only in the layer as one: `layers.{0-3,5}.q_proj.weight`.
+
+    Where the file has another name for one, that follows in brackets, as it is what somebody can look for.
+    """
+    layers: dict[tuple[str, ...], list[int]] = {}
     for name in names:
-        if match := _LAYER.fullmatch(name):
-            layers.setdefault((match[1], match[3]), []).append(int(match[2]))
+        own = file_names.get(name, name)
+        match, own_match = _LAYER.fullmatch(name), _LAYER.fullmatch(own)
+        if match and own_match and match[2] == own_match[2]:
+            layers.setdefault((match[1], match[3], own_match[1], own_match[3]), []).append(int(match[2]))
         else:
-            layers.setdefault((name, ""), [])
-    texts = [head + (_ranges(numbers) if numbers else "") + tail for (head, tail), numbers in layers.items()]
+            layers.setdefault((name, "", own, ""), [])
+    texts = []
+    for (head, tail, own_head, own_tail), numbers in layers.items():
+        ranges = _ranges(numbers) if numbers else ""
+        name, own = head + ranges + tail, own_head + ranges + own_tail
+        texts.append(name if own == name else f"{name} ({own} in the file)")
     # A file from anywhere can hold any number of names of any length.
-    shown = [text if text.isprintable() and len(text) <= 200 else _show(text) for text in texts[:limit]]
+    shown = [text if text.isprintable() and len(text) <= 300 else _show(text) for text in texts[:limit]]
     return ", ".join(shown) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
 
 

@@ -60,11 +60,13 @@ def gguf_sources(
     num_kv_heads: int,
     intermediate_size: int,
     available: Collection[str],
+    include_absent: bool = False,
 ) -> tuple[dict[str, TensorSource], dict[str, str]]:
     """Says where each canonical tensor is in a GGUF file, and which tensors are skipped, with the reason.
 
-    Only tensors in `available` are named, so what a model lacks is absent from the first result, and a
-    tensor of the file that is in neither result is one that this architecture should not have. Without
+    Only tensors in `available` are named, so what a model lacks is absent from the first result (unless
+    `include_absent`: it has the name then that the file would give it), and a tensor of the file that is in
+    neither result is one that this architecture should not have. Without
     `output.weight` there is no `lm_head.weight`: such files tie it to the embedding. Raises ValueError for
     an architecture not in `ARCHITECTURES`.
     """
@@ -74,7 +76,7 @@ def gguf_sources(
     sources: dict[str, TensorSource] = {}
 
     def add(canonical: str, name: str, rows: tuple[int, int] | None = None, heads: int | None = None) -> None:
-        if name in available:
+        if include_absent or name in available:
             sources[canonical] = TensorSource(name=name, rows=rows, unpermute_heads=heads)
 
     for canonical, name in _TOP_NAMES.items():

@@ -15,7 +15,10 @@ type Parts = Mapping[str, np.ndarray]
 type Infos = Mapping[str, TensorInfo]
 
 _SMALL_BYTES = 64
-"""Parts that hold a few numbers, read when the folder is opened."""
+"""A part of HQQ that holds a few numbers is no larger."""
+
+_MAX_SMALL_BYTES = 1 << 16
+"""Nor is one that describes a weight of another format, in JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +29,14 @@ class Context:
     module: str
     announcement: Announcement | None
     read: Callable[[str], np.ndarray]
+
+    def read_small(self, info: TensorInfo) -> np.ndarray:
+        """Reads a part that describes the others; raises CheckpointError for one that is too large to do so."""
+        if info.nbytes > _MAX_SMALL_BYTES:
+            raise CheckpointError(
+                f"{self.where}: {info.name} has {info.nbytes} bytes; the file is damaged: download it again"
+            )
+        return self.read(info.name)
 
     @property
     def settings(self) -> WeightSettings:
@@ -81,7 +92,8 @@ def _awq_or_gptq(infos: Infos, context: Context) -> Opened:
 
 def _packed_integers(infos: Infos, context: Context) -> Opened:
     where, bits, group = context.where, context.settings.bits, context.settings.group_size
-    shape = compressed_tensors.packed_shape(infos, context.read(infos["weight_shape"].name), bits, group, where)
+    stated = context.read_small(infos["weight_shape"])
+    shape = compressed_tensors.packed_shape(infos, stated, bits, group, where)
     width = compressed_tensors.field_bits(infos["weight_packed"].shape[1], shape[1], bits, where)
     decode = compressed_tensors.decode_packed
     return Opened(shape, 4 if width <= 4 else 8, lambda parts: decode(parts, bits, group, where))
@@ -118,7 +130,7 @@ def _fp8(scale: str) -> Callable[[Infos, Context], Opened]:
 
 def _bitsandbytes(state_part: str) -> Callable[[Infos, Context], Opened]:
     def open_(infos: Infos, context: Context) -> Opened:
-        state = bitsandbytes.read_state(context.read(infos[state_part].name), context.where)
+        state = bitsandbytes.read_state(context.read_small(infos[state_part]), context.where)
         shape = bitsandbytes.shape(infos, state, context.where)
         return Opened(shape, 4, lambda parts: bitsandbytes.decode(parts, state))
 

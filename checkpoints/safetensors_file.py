@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, check_regular
 from checkpoints.tensors import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
@@ -110,7 +110,7 @@ class SafetensorsFile:
         if not out.flags.c_contiguous or not out.flags.writeable:
             raise ValueError(f"{name}: the array to read into must be C-contiguous and writable")
         if out.dtype != dtype and not (dtype in _FLOATS and out.dtype in _FLOATS):
-            raise ValueError(f"{name} is {dtype} in the file and cannot be read into an array of {out.dtype}")
+            raise ValueError(f"{self.path}: {name} is {dtype} and cannot be read into an array of {out.dtype}")
         with _open(self.path) as file:
             if out.dtype == dtype:
                 self._fill(out, file, position, name)
@@ -162,6 +162,7 @@ class SafetensorsFile:
 def _open(path: Path) -> FileIO:
     """Opens unbuffered, so that bytes go from the system straight into the caller's array."""
     try:
+        check_regular(path)
         return FileIO(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error

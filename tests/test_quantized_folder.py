@@ -355,6 +355,24 @@ def test_a_part_that_is_missing_or_too_many_is_named(name: str, tmp_path: pathli
         load_params(case.rewrite(case.tensors | {module + "stray": np.zeros(3, np.float32)}))
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "array", "message"),
+    [
+        ("packed int4", "weight_shape", np.array([np.nan, 64.0]), r"weight_shape is F64, expected I64 or I32"),
+        ("packed int4", "weight_shape", np.zeros(1 << 16, np.int64), r"weight_shape has 524288 bytes; the file is dam"),
+        ("hqq", "shape", np.array([np.nan, 64.0]), r"HQQ with shape \[\], nbits 4 and axis 1 is not known"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", np.zeros(1 << 17, np.uint8), r"nf4 has 131072 bytes; the"),
+    ],
+)  # fmt: skip
+def test_descriptions_that_describe_nothing(
+    name: str, part: str, array: np.ndarray, message: str, tmp_path: pathlib.Path
+) -> None:
+    case = checkpoints_of.make(name, tmp_path)
+    folder = case.rewrite(case.tensors | {f"model.layers.0.mlp.up_proj.{part}": array})
+    with pytest.raises(CheckpointError, match=message):
+        load_params(folder)
+
+
 def test_shapes_of_another_model_are_refused_before_anything_is_read(tmp_path: pathlib.Path) -> None:
     case = checkpoints_of.make("gptq", tmp_path)
     config = case.config | {"intermediate_size": 96}

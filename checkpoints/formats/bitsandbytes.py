@@ -23,7 +23,6 @@ from checkpoints.formats.parts import expect, misfit
 from checkpoints.tensors import TensorInfo
 
 QUANT_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
-MAX_STATE_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +38,6 @@ class State:
 def read_state(content: np.ndarray, where: str) -> State:
     """Parses quant_state. Raises CheckpointError for one that is damaged."""
     problem = f"{where}: quant_state is damaged"
-    if content.size > MAX_STATE_BYTES:
-        raise CheckpointError(f"{problem}: it has {content.size} bytes; download the file again")
     try:
         state = json.loads(content.tobytes().decode("utf-8"))
     except (ValueError, RecursionError) as error:

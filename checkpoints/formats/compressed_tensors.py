@@ -35,6 +35,7 @@ def packed_shape(
     """Checks the tensors of a pack-quantized weight; `stated` is the content of weight_shape. Returns (out, in)."""
     expect(infos["weight_packed"], ("I32",), 2, where)
     expect(infos["weight_scale"], SCALE_DTYPES, None, where)
+    expect(infos["weight_shape"], ("I64", "I32"), 1, where)
     out_features, words = infos["weight_packed"].shape
     size = [int(n) for n in stated.reshape(-1)]
     if len(size) != 2 or size[0] != out_features or not 1 <= size[1] <= MAX_FEATURES:

@@ -56,7 +56,8 @@ def read_meta(parts: Mapping[str, np.ndarray], where: str) -> Meta:
         value = parts.get(name)
         return int(value.reshape(-1)[0]) if value is not None and value.size == 1 and value.dtype.kind in "iu" else None
 
-    size = [int(n) for n in parts["shape"].reshape(-1)] if "shape" in parts else []
+    stated = parts.get("shape")
+    size = [int(n) for n in stated.reshape(-1)] if stated is not None and stated.dtype.kind in "iu" else []
     bits, axis, group_size = number("nbits"), number("axis"), number("group_size")
     if len(size) != 2 or not all(1 <= n <= MAX_FEATURES for n in size) or bits not in PARTS or axis not in (0, 1):
         raise CheckpointError(
