@@ -22,6 +22,10 @@ _NO_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
 """Can be iterated over, but are neither text nor a sequence of token ids, whatever they hold."""
 
 
+class RequestTooLong(ValueError):
+    """A prompt, or what was asked for with it, does not fit in the context or in the memory there is."""
+
+
 def list_prompts(prompts: object) -> list[object]:
     """The prompts one by one; a string or integers are a single one. Raises ValueError for what holds no prompts."""
     if isinstance(prompts, str):
@@ -62,7 +66,7 @@ def encode_prompt(model: Model, prompt: object, index: int) -> tuple[int, ...]:
         _check_ids(ids, known, where)
     longest = model.config.max_position_embeddings
     if len(ids) > longest:
-        raise ValueError(f"{where} has {len(ids)} tokens, but the context of {model.name} is {longest}; shorten it")
+        raise RequestTooLong(f"{where} has {len(ids)} tokens, but the context of {model.name} is {longest}; shorten it")
     return tuple(map(int, ids))
 
 

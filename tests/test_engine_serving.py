@@ -310,6 +310,8 @@ def test_what_cannot_run_is_refused_by_name_and_the_rest_goes_on() -> None:
             engine.submit(*SHORT, request_id="kept")
         with pytest.raises(RequestTooLong, match="prompt 0 has 65 tokens, more than max_context=64"):
             engine.submit(cases.prompt(65), SHORT[1])
+        with pytest.raises(RequestTooLong, match="prompt 0 has 129 tokens, but the context of"):
+            engine.submit(cases.prompt(129), SHORT[1])
         with pytest.raises(ValueError, match="max_tokens is 0; expected an integer of at least 1"):
             engine.submit(SHORT[0], SamplingParams(max_tokens=0))
         with pytest.raises(ValueError, match="logit_bias has token id 96"):

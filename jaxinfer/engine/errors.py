@@ -1,12 +1,10 @@
 """What the engine refuses, by name. All are ValueErrors; the engine goes on serving everybody else."""
 
+from jaxinfer.request import RequestTooLong as RequestTooLong
+
 
 class EngineError(ValueError):
     """Something the engine was asked for that it cannot do."""
-
-
-class RequestTooLong(EngineError):
-    """The prompt, or what was asked for with it, does not fit in the context or in the pool of pages."""
 
 
 class DuplicateRequest(EngineError):
