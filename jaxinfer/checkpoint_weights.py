@@ -21,7 +21,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.memory import free_device_bytes, free_host_bytes
 from jaxinfer.packed_weights import PackedReader
-from jaxinfer.params import ReadInto, assemble, canonical_shapes, least_bytes, linear_names
+from jaxinfer.params import ReadInto, assemble, canonical_shapes, has_own_head, least_bytes, linear_names
 from jaxinfer.quantization.plan import Plan
 from jaxinfer.quantization.quantizer import QuantizingReader
 
@@ -41,14 +41,16 @@ class WeightsRequest:
     progress: bool
 
 
-def check_memory(config: ModelConfig, dtype: jnp.dtype, packed: bool, name: str) -> None:
+def check_memory(
+    config: ModelConfig, dtype: jnp.dtype, name: str, *, packed: bool = False, plan: Plan | None = None
+) -> None:
     """Raises ValueError for weights that cannot fit, as those of a damaged configuration may not."""
     free = free_device_bytes()
     if free is None:
         if jax.default_backend() != "cpu":
             return
         free = free_host_bytes()
-    needed = least_bytes(config, dtype, packed=packed)
+    needed = least_bytes(config, dtype, packed=packed, plan=plan)
     if needed > free:
         raise ValueError(
             f"{name}: the weights take at least {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; "
@@ -105,6 +107,11 @@ def _read_params(
         skipped[head.name] = "the configuration ties the head to the embedding"
     shapes = canonical_shapes(config)
     names.check_complete(expected=shapes, sources=sources, skipped=skipped, tensors=checkpoint.tensors, where=name)
+    own_head = has_own_head(plan)
+    if own_head and config.tie_word_embeddings:
+        embedding = "embed_tokens.weight"
+        sources = {**sources, "lm_head.weight": sources[embedding]}
+        shapes = {**shapes, "lm_head.weight": shapes[embedding]}
     read_into = _reader(checkpoint, sources)
     read_packed = None
     wanted = packed or (packed is None and dtype == jnp.bfloat16 and jax.default_backend() != "cpu")
@@ -113,14 +120,14 @@ def _read_params(
         read_packed = QuantizingReader(plan, read_into, np.dtype(dtype))
     elif wanted and not isinstance(checkpoint, SafetensorsFolder):
         read_packed = PackedReader(checkpoint, sources, read_into, np.dtype(dtype), only_for_kernel=packed is None)
-    check_memory(config, dtype, read_packed is not None, name)
+    check_memory(config, dtype, name, packed=isinstance(read_packed, PackedReader), plan=plan)
     if head is not None and not _same_rows(checkpoint, head.name, sources["embed_tokens.weight"].name):
         log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, head.name)
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with tqdm(
         total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not request.progress, leave=False
     ) as bar:
-        params = assemble(config, dtype, read_into, bar.update, read_packed)
+        params = assemble(config, dtype, read_into, bar.update, read_packed, own_head=own_head)
     if packed and isinstance(read_packed, PackedReader):
         for reason, count in read_packed.decoded.items():
             log.warning("%s: %d weights are decoded to %s although packed=True: %s", name, count, dtype, reason)

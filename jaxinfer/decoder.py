@@ -52,12 +52,12 @@ class LayerParams:
 @typing.no_type_check
 @flax.struct.dataclass
 class Params:
-    """Weights of a model. `lm_head` is None when the head is the embedding."""
+    """Weights of a model. `lm_head` is None when the head is the embedding itself."""
 
     embed_tokens: jax.Array
     norm: jax.Array
     layers: list[LayerParams]
-    lm_head: jax.Array | None = None
+    lm_head: Weight | None = None
 
 
 type Stage = Literal["first", "prefill", "decode"]

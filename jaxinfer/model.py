@@ -22,7 +22,7 @@ from jaxinfer.config_gguf import from_gguf
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.decoder import Params
 from jaxinfer.device import start_device
-from jaxinfer.params import num_parameters, random_params
+from jaxinfer.params import linear_names, num_parameters, random_params
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
@@ -84,11 +84,13 @@ def load(
     """Loads a model from a Hugging Face folder, a .gguf file, or a name or repo id that `jaxinfer.pull` knows.
 
     `dtype` is that of the weights (default: bfloat16 on a GPU, float32 on a CPU). `random_weights=seed` reads only the
-    configuration and makes random weights of that shape on the device, for benchmarks; with `quantize="int4"` those of
-    the layers are packed. `progress` shows bars; by default on a terminal and in a notebook.
+    configuration and makes random weights of that shape on the device, for benchmarks; what `quantize` packs, with
+    random codes: of 8 bits, or of 4 with zero points in groups of 128. `progress` shows bars; by default on a terminal
+    and in a notebook.
 
-    `quantize` packs the projections of the layers while they are read: a preset ("int4", "int4-hqq", ...), the path of
-    a TOML file, or a `Plan` (`jaxinfer.quantization.plan`).
+    `quantize` packs the projections of the layers, and the head where a rule names it, while they are read: a preset
+    ("int4", "int4-int8-head", "int8", "fp8", "seed-mixed", ...), the path of a TOML file, or a `Plan`
+    (`jaxinfer.quantization.plan`).
 
     Quantised checkpoints are read as they are: GGUF files, and folders in the formats AWQ, GPTQ, compressed-tensors,
     FP8, MXFP4, NVFP4, bitsandbytes and HQQ. `packed` says whether codes stay packed on the device (True) or are decoded
@@ -104,8 +106,6 @@ def load(
     if kv_dtype is not None:
         kv_cache.format_for(kv_dtype)
         kv_dtype = jnp.dtype(kv_dtype)
-    if random_weights is not None and quantize not in (None, "int4"):
-        raise ValueError(f"quantize={quantize!r}: random weights can be int4, of random codes, and nothing else")
     if quantize is not None and packed is not None:
         raise ValueError("packed keeps the codes of the checkpoint, quantize makes new ones: pass one of them")
     plan = None if quantize is None else resolve(quantize)
@@ -129,8 +129,10 @@ def load(
             if random_weights is None:
                 params = load_gguf(checkpoint, config, request)
                 return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
-    check_memory(config, weights_dtype, quantize == "int4", name)
-    params = random_params(config, weights_dtype, random_weights, int4=quantize == "int4")
+    if plan is not None:
+        plan.check(linear_names(config))
+    check_memory(config, weights_dtype, name, plan=plan)
+    params = random_params(config, weights_dtype, random_weights, plan=plan)
     return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
 
 

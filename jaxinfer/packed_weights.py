@@ -13,6 +13,7 @@ from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names import TensorSource
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.packed_runs import DenseRun, PackedRun, ScaledRun, scaled_dtype
+from jaxinfer.quantization.plan import Precision
 from pallas_kernels.int4_matmul import PackedInt4, from_codes, to_kernel_layout
 
 SMALLEST_GROUP = 16
@@ -125,6 +126,29 @@ class PackedReader:
         except ValueError as error:  # JAXINFER_KERNELS names a kernel that does not read this kind
             return str(error)
         return None if read else "no kernel of this device reads them"
+
+
+def random_packed(key: jax.Array, shape: tuple[int, int], precision: Precision) -> PackedInt4 | ScaledCodes:
+    """Random codes of 8 bits, or of 4 as `random_int4` makes them whatever the precision's group size; on the device.
+
+    Raises ValueError for codes of fewer bits, and of other methods that have 4.
+    """
+    if precision.bits == 4 and precision.method == "rtn" and not precision.symmetric:
+        return random_int4(key, shape)
+    if precision.bits == 8:
+        return random_scaled(key, shape, jnp.float8_e4m3fn if precision.method == "fp8" else jnp.int8)
+    kind = f"{'symmetric ' if precision.symmetric else ''}{precision.bits}-bit {precision.method}"
+    raise ValueError(f"quantize asks for {kind} codes: random ones have 4 bits with zero points by rtn, or 8 bits")
+
+
+def random_scaled(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype | type) -> ScaledCodes:
+    """Random codes of 8 bits with a scale an output, of standard deviation about 0.02; made on the device."""
+    codes_key, scales_key = jax.random.split(key)
+    codes = jax.lax.bitcast_convert_type(jax.random.bits(codes_key, shape, jnp.uint8), jnp.int8)
+    # Uniform on -127..127: of standard deviation 73.6. As float8 they are rounded to 4 bits; random bytes would be NaN.
+    codes = jnp.maximum(codes, jnp.int8(-127)).astype(dtype)
+    scales = (0.02 / 73.6) * jax.random.uniform(scales_key, shape[:1], jnp.float32, 0.5, 1.5)
+    return ScaledCodes(codes, scales)
 
 
 def random_int4(key: jax.Array, shape: tuple[int, int]) -> PackedInt4:

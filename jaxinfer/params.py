@@ -11,9 +11,10 @@ import numpy as np
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import LayerParams, Params
+from jaxinfer.layers.weights import StackedOutputs
 from jaxinfer.packed_runs import aligned_empty
-from jaxinfer.packed_weights import DeviceWeight, HostWeight, device_layout, random_int4
-from pallas_kernels.int4_matmul import PackedInt4
+from jaxinfer.packed_weights import DeviceWeight, HostWeight, device_layout, random_packed
+from jaxinfer.quantization.plan import HEAD, Plan
 
 type ReadPacked = Callable[[Sequence[str], Sequence[int], int], HostWeight | None]
 """Joins canonical tensors of so many rows and of so many inputs without decoding them; None where it cannot."""
@@ -31,7 +32,7 @@ class ParamSpec:
     columns: int | None
     is_norm: bool = False
     is_linear: bool = False
-    """A projection inside a layer, which may be packed."""
+    """A projection of a layer, or the head: it may be packed."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,20 +77,20 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, ParamSpec]:
     return specs
 
 
-def top_specs(config: ModelConfig) -> dict[str, ParamSpec]:
-    """Fields of `Params` outside the layers."""
+def top_specs(config: ModelConfig, *, own_head: bool = False) -> dict[str, ParamSpec]:
+    """Fields of `Params` outside the layers; with `own_head` a tied head is a weight of its own, `lm_head.weight`."""
     vocab, hidden = config.vocab_size, config.hidden_size
     specs = {
         "embed_tokens": ParamSpec(("embed_tokens.weight",), (vocab,), hidden),
         "norm": ParamSpec(("norm.weight",), (hidden,), None, is_norm=True),
     }
-    if not config.tie_word_embeddings:
-        specs["lm_head"] = ParamSpec(("lm_head.weight",), (vocab,), hidden)
+    if own_head or not config.tie_word_embeddings:
+        specs["lm_head"] = ParamSpec(("lm_head.weight",), (vocab,), hidden, is_linear=True)
     return specs
 
 
-def _all_specs(config: ModelConfig) -> Iterator[ParamSpec]:
-    yield from top_specs(config).values()
+def _all_specs(config: ModelConfig, own_head: bool = False) -> Iterator[ParamSpec]:
+    yield from top_specs(config, own_head=own_head).values()
     for index in range(config.num_layers):
         yield from layer_specs(config, index).values()
 
@@ -104,9 +105,10 @@ def canonical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def linear_names(config: ModelConfig) -> list[str]:
-    """The layers' projections, without ".weight": what may be packed."""
-    specs = (spec for spec in _all_specs(config) if spec.is_linear)
-    return [name.removesuffix(".weight") for spec in specs for name in spec.sources]
+    """The layers' projections and the head, tied or not, without ".weight": what may be packed."""
+    layers = (spec for index in range(config.num_layers) for spec in layer_specs(config, index).values())
+    names = [name.removesuffix(".weight") for spec in layers if spec.is_linear for name in spec.sources]
+    return [*names, HEAD]
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -114,21 +116,34 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in _all_specs(config))
 
 
-def least_bytes(config: ModelConfig, dtype: jnp.dtype | type, *, packed: bool) -> int:
-    """Bytes that the weights take at least; `packed`: those of the layers may have 4 bits."""
+def least_bytes(config: ModelConfig, dtype: jnp.dtype | type, *, packed: bool = False, plan: Plan | None = None) -> int:
+    """Bytes that the weights take at least, scales aside: by a plan, or where they may be `packed` with 4 bits."""
 
-    def bits(spec: ParamSpec) -> int:
+    def bits(spec: ParamSpec, name: str) -> int:
+        precision = None if plan is None or not spec.is_linear else plan.precision(name.removesuffix(".weight"))
+        if precision is not None:
+            return max(4, precision.bits)
         return 32 if spec.is_norm else 4 if packed and spec.is_linear else 8 * jnp.dtype(dtype).itemsize
 
-    return sum(math.prod(spec.shape) * bits(spec) for spec in _all_specs(config)) // 8
+    total = 0
+    for spec in _all_specs(config, own_head=has_own_head(plan)):
+        for name, rows in zip(spec.sources, spec.rows, strict=True):
+            total += bits(spec, name) * rows * (1 if spec.columns is None else spec.columns)
+    return total // 8
 
 
-def _build(config: ModelConfig, make: Callable[[ParamSpec], Any]) -> Params:
+def has_own_head(plan: Plan | None) -> bool:
+    """Whether the head is quantised, and so a weight of its own also where it is tied."""
+    return plan is not None and plan.precision(HEAD) is not None
+
+
+def _build(config: ModelConfig, make: Callable[[ParamSpec], Any], own_head: bool) -> Params:
     layers = [
         LayerParams(**{field: make(spec) for field, spec in layer_specs(config, index).items()})
         for index in range(config.num_layers)
     ]
-    return Params(layers=layers, **{field: make(spec) for field, spec in top_specs(config).items()})
+    top = {field: make(spec) for field, spec in top_specs(config, own_head=own_head).items()}
+    return Params(layers=layers, **top)
 
 
 def assemble(
@@ -137,13 +152,16 @@ def assemble(
     read_into: ReadInto,
     on_progress: Callable[[int], object] | None = None,
     read_packed: ReadPacked | None = None,
+    *,
+    own_head: bool = False,
 ) -> Params:
     """Reads every tensor of `config` and puts it on the default device, joining q, k, v and gate, up.
 
     One array at a time is built on the host, in its final dtype, and handed over before the next is read: host memory
     never holds more than one array beyond what the device holds, and nothing beyond the model itself on a CPU, which
     takes the array over. `on_progress` is told the bytes of each finished array. `read_packed` is asked for linear
-    weights first, and answers None for those that cannot stay packed.
+    weights first, and answers None for those that cannot stay packed. `own_head` reads `lm_head.weight` also where the
+    head is tied.
     """
 
     def make(spec: ParamSpec) -> DeviceWeight:
@@ -169,14 +187,14 @@ def assemble(
             on_progress(host.nbytes)
         return array
 
-    return _build(config, make)
+    return _build(config, make, own_head)
 
 
-def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, int4: bool = False) -> Params:
+def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, plan: Plan | None = None) -> Params:
     """Weights of the right shapes made on the device: uniform with standard deviation 0.02, norms 1.
 
-    For benchmarks: no file is read and nothing passes through the host. With `int4` the layers' projections are packed
-    in 4 bits with zero points in groups of 128; embedding and head keep `dtype`.
+    For benchmarks: no file is read and nothing passes through the host. What `plan` names is packed, with random codes
+    (`random_packed`, which raises ValueError for precisions that it cannot make up); the rest has `dtype`.
     """
     key = jax.random.key(seed)
     programs: dict[tuple[int, ...], Callable] = {}
@@ -193,14 +211,20 @@ def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, in
 
     counter = iter(range(1 << 30))
 
-    pack = jax.jit(random_int4, static_argnames="shape")
+    pack = jax.jit(random_packed, static_argnames=("shape", "precision"))
 
-    def make(spec: ParamSpec) -> jax.Array | PackedInt4:
+    def make(spec: ParamSpec) -> DeviceWeight:
         if spec.is_norm:
             return jnp.ones(spec.shape, jnp.float32)
         own_key = jax.random.fold_in(key, next(counter))
-        if int4 and spec.is_linear:
-            return pack(own_key, shape=spec.shape)
-        return uniform(spec.shape)(own_key)
+        if plan is None or not spec.is_linear or spec.columns is None:
+            return uniform(spec.shape)(own_key)
+        runs = plan.runs([name.removesuffix(".weight") for name in spec.sources])
+        parts = []
+        for precision, run in runs:
+            part_key = own_key if len(runs) == 1 else jax.random.fold_in(own_key, run.start)
+            shape = (sum(spec.rows[run]), spec.columns)
+            parts.append(uniform(shape)(part_key) if precision is None else pack(part_key, shape, precision))
+        return parts[0] if len(parts) == 1 else StackedOutputs(tuple(parts))
 
-    return _build(config, make)
+    return _build(config, make, has_own_head(plan))

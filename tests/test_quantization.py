@@ -170,7 +170,7 @@ def test_the_first_rule_that_names_a_weight_decides(tmp_path: pathlib.Path) -> N
         ({"rules": [], "rule": 1}, r"p: expected \[\[rules\]\] and nothing else, found \['rule'\]"),
         ({"rules": [{"bits": 4}]}, "p: rule 1 has weights None; expected a pattern or a list of patterns"),
         ({"rules": [{"weights": "*", "bit": 4}]}, r"p: rule 1 has \['bit'\]; expected weights, bits, group_size"),
-        ({"rules": [{"weights": "*", "bits": 5}]}, "p: rule 1: bits is 5; expected 2, 3, 4, 16"),
+        ({"rules": [{"weights": "*", "bits": 5}]}, "p: rule 1: bits is 5; expected 2, 3, 4, 8, 16"),
         ({"rules": [{"weights": "*", "group_size": 40}]}, "p: rule 1: group_size is 40; expected a multiple of 16"),
         ({"rules": [{"weights": "*", "method": "awq"}]}, "p: rule 1: method is 'awq'; expected rtn or hqq"),
         ({"rules": [{"weights": "*", "symmetric": 1}]}, "p: rule 1: symmetric is 1; expected true or false"),
@@ -255,7 +255,7 @@ def test_what_cannot_be_quantised(folder: pathlib.Path) -> None:
         quantize(load_dense(folder), "int4", dtype="float32")
     with pytest.raises(ValueError, match="packed keeps the codes of the checkpoint, quantize makes new ones"):
         load(folder, quantize="int4", packed=True)
-    with pytest.raises(ValueError, match="random weights can be int4, of random codes, and nothing else"):
+    with pytest.raises(ValueError, match="3-bit rtn codes: random ones have 4 bits with zero points by rtn, or 8 bits"):
         load(folder, quantize="int3", random_weights=0)
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.layers.linear import linear
+from jaxinfer.layers.linear import Weight, linear
 
 
 def embed(
@@ -20,9 +20,7 @@ def embed(
     return (x.astype(jnp.float32) * multiplier).astype(x.dtype)
 
 
-def head(
-    hidden: Float[Array, "*batch hidden"], weight: Float[Array, "vocab hidden"], config: ModelConfig
-) -> Float[Array, "*batch vocab"]:
+def head(hidden: Float[Array, "*batch hidden"], weight: Weight, config: ModelConfig) -> Float[Array, "*batch vocab"]:
     """float32 logits of normalised hidden states, divided and soft-capped as the family asks."""
     logits = linear(hidden, weight, out_dtype=jnp.float32)
     if config.logits_divisor != 1.0:

@@ -4,26 +4,37 @@
     weights = ["layers.0.*", "*.down_proj"]   # a pattern or several; the first rule that names a weight decides
     bits = 16                                 # 16 leaves a weight as it is
     [[rules]]
+    weights = "lm_head"                       # the head; only a rule that writes this name means it, a "*" does not
+    bits = 8                                  # one scale an output: no group_size, always symmetric
+    method = "rtn"                            # int8; or "fp8", float8_e4m3fn
+    [[rules]]
     weights = "*"
     bits = 4                                  # 2, 3 or 4
     group_size = 64
     symmetric = false
     method = "hqq"                            # or "rtn"
 
-Weights are `layers.{i}.{q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj}`, whatever the family calls them.
-Embedding, head, norms and biases are never quantised, and a weight that no rule names stays as it is.
+Weights are `layers.{i}.{q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj}`, whatever the family calls them, and
+`lm_head`. Embedding, norms and biases are never quantised, and a weight that no rule names stays as it is.
+
+A head that is tied to the embedding becomes a copy of its own when a rule names it: the embedding is looked up row by
+row and stays in 16 bits. With 8 bits that costs vocabulary * hidden + 4 * vocabulary bytes more, and a decode step,
+which reads the whole head and a row of the embedding, reads half of what it did.
 """
 
 import dataclasses
 import fnmatch
+import itertools
 import os
 import pathlib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-_BITS = (2, 3, 4, 16)
-_METHODS = ("rtn", "hqq")
+_METHODS = {2: ("rtn", "hqq"), 3: ("rtn", "hqq"), 4: ("rtn", "hqq"), 8: ("rtn", "fp8"), 16: ("rtn",)}
+"""By number of bits."""
+
+HEAD = "lm_head"
 _KEYS = ("weights", "bits", "group_size", "symmetric", "method")
 _TYPES = {
     "bits": (int, "a whole number"),
@@ -37,35 +48,53 @@ _TYPES = {
 class Precision:
     """How a weight is stored: 16 bits are none of the rest; 2 and 3 bits take the room of 4.
 
-    `group_size` is the number of inputs that share a scale (and a zero point, unless `symmetric`). "rtn" rounds to
-    the nearest code, the range clipped for the least error; "hqq" optimises a floating zero for weights with
+    With 4 bits or fewer `group_size` inputs (64 if left out) share a scale, and a zero point unless `symmetric`. "rtn"
+    rounds to the nearest code, the range clipped for the least error; "hqq" optimises a floating zero for weights with
     outliers.
+
+    With 8 bits there is one scale an output, of its largest weight, and zero is zero: `group_size` stays None. "rtn"
+    is int8, "fp8" is float8_e4m3fn, whose steps are finer near zero and coarser above.
     """
 
     bits: int = 4
-    group_size: int = 64
-    symmetric: bool = False
+    group_size: int | None = None
+    symmetric: bool | None = None
     method: str = "rtn"
 
     def __post_init__(self) -> None:
-        if self.bits not in _BITS:
-            raise ValueError(f"bits is {self.bits!r}; expected {', '.join(map(str, _BITS))}")
-        if self.group_size < 16 or self.group_size % 16:
-            raise ValueError(f"group_size is {self.group_size!r}; expected a multiple of 16, such as 64 or 128")
-        if self.method not in _METHODS:
-            raise ValueError(f"method is {self.method!r}; expected {' or '.join(_METHODS)}")
+        if self.bits not in _METHODS:
+            raise ValueError(f"bits is {self.bits!r}; expected {', '.join(map(str, _METHODS))}")
+        if self.method not in _METHODS[self.bits]:
+            methods = _METHODS[self.bits]
+            raise ValueError(f"method is {self.method!r}; expected {' or '.join(methods)} with {self.bits} bits")
+        group_size = self.group_size
+        if self.bits > 4:
+            if group_size is not None or self.symmetric is False:
+                raise ValueError(f"{self.bits} bits have no groups and no zeros: leave group_size and symmetric out")
+        else:
+            group_size = 64 if group_size is None else group_size
+            if group_size < 16 or group_size % 16:
+                raise ValueError(f"group_size is {group_size!r}; expected a multiple of 16, such as 64 or 128")
+        # What was left out is filled in, so that equal precisions compare equal however they were written.
+        object.__setattr__(self, "group_size", group_size)
+        object.__setattr__(self, "symmetric", self.bits > 4 or bool(self.symmetric))
         if self.method == "hqq" and self.symmetric:
             raise ValueError("method hqq chooses a zero; symmetric must be false")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The precision of the weights that any of the patterns names; `*` and `?` stand for what they do in file names."""
+    """The precision of the weights that any of the patterns names; `*` and `?` stand for what they do in file names.
+
+    They stand for no part of "lm_head": a tied head would become a second copy of the embedding by accident.
+    """
 
     weights: tuple[str, ...]
     precision: Precision
 
     def names(self, weight: str) -> bool:
+        if weight == HEAD:
+            return HEAD in self.weights
         return any(fnmatch.fnmatchcase(weight, pattern) for pattern in self.weights)
 
 
@@ -83,6 +112,16 @@ class Plan:
                 return None if rule.precision.bits == 16 else rule.precision
         return None
 
+    def runs(self, weights: Sequence[str]) -> list[tuple[Precision | None, slice]]:
+        """Neighbours of one precision, of weights that are joined one below the other."""
+        found = []
+        start = 0
+        for precision, same in itertools.groupby(weights, self.precision):
+            stop = start + len(list(same))
+            found.append((precision, slice(start, stop)))
+            start = stop
+        return found
+
     def check(self, weights: Iterable[str]) -> None:
         """Raises ValueError for a rule that names none of a model's weights: it has a typing error."""
         known = list(weights)
@@ -99,13 +138,24 @@ def uniform(name: str, precision: Precision) -> Plan:
     return Plan((Rule(("*",), precision),), name)
 
 
+INT4, INT8 = Precision(4, 64), Precision(8)
+
 PRESETS: Mapping[str, Plan] = {
-    "int4": uniform("int4", Precision(4, 64)),
+    "int4": uniform("int4", INT4),
     "int4-g128": uniform("int4-g128", Precision(4, 128)),
     "int4-hqq": uniform("int4-hqq", Precision(4, 64, method="hqq")),
+    "int4-int8-head": Plan((Rule((HEAD,), INT8), Rule(("*",), INT4)), "int4-int8-head"),
     "int3": uniform("int3", Precision(3, 64)),
+    "int8": uniform("int8", INT8),
+    "fp8": uniform("fp8", Precision(8, method="fp8")),
+    "seed-mixed": Plan((Rule(("*.o_proj", "*.down_proj"), INT8), Rule(("*",), INT4)), "seed-mixed"),
 }
-"""Plans by name. "int4" rounds to the nearest code of 4 bits, groups of 64 inputs."""
+"""Plans by name. All leave embedding and head in 16 bits, but for "int4-int8-head", whose head has 8.
+
+"int4" rounds to the nearest code of 4 bits in groups of 64 inputs. "seed-mixed" gives q, k, v, gate and up 4 bits and
+down 8. Its o is meant to have 6, which are stored as 8: a third more bytes for o, which is a tenth of a layer's weights
+or less, and an error four times smaller.
+"""
 
 
 def resolve(plan: "Plan | str | os.PathLike[str]") -> Plan:

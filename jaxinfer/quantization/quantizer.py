@@ -6,19 +6,23 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jaxinfer.layers.weights import StackedOutputs
+from jaxinfer.layers.weights import ScaledCodes, StackedOutputs
 from jaxinfer.packed_runs import aligned_empty
 from jaxinfer.packed_weights import HostWeight
 from jaxinfer.quantization.hqq import half_quadratic
 from jaxinfer.quantization.plan import Plan, Precision
 from jaxinfer.quantization.rtn import round_to_nearest
+from jaxinfer.quantization.scaled import scale_outputs
 from pallas_kernels.int4_matmul import PackedInt4
 
 type ReadInto = Callable[[str, np.ndarray], None]
 
 
-def quantize_weight(weight: jax.Array, precision: Precision) -> PackedInt4:
+def quantize_weight(weight: jax.Array, precision: Precision) -> PackedInt4 | ScaledCodes:
     """Codes of a weight [out, in], on its device, canonical."""
+    if precision.bits == 8:
+        return scale_outputs(weight, dtype="float8_e4m3fn" if precision.method == "fp8" else "int8")
+    assert precision.group_size is not None and precision.symmetric is not None
     if precision.method == "hqq":
         return half_quadratic(weight, bits=precision.bits, group_size=precision.group_size)
     return round_to_nearest(weight, bits=precision.bits, group_size=precision.group_size, symmetric=precision.symmetric)
@@ -40,22 +44,16 @@ class QuantizingReader:
 
         Neighbours of one precision are one weight.
         """
-        precisions = [self.plan.precision(name.removesuffix(".weight")) for name in names]
-        if not any(precisions):
+        runs = self.plan.runs([name.removesuffix(".weight") for name in names])
+        if all(precision is None for precision, _ in runs):
             return None
         parts = []
-        start = 0
-        while start < len(names):
-            stop = start + 1
-            while stop < len(names) and precisions[stop] == precisions[start]:
-                stop += 1
-            precision = precisions[start]
+        for precision, run in runs:
             dtype = self.dtype if precision is None else np.dtype(np.float32)
-            host = aligned_empty((sum(rows[start:stop]), in_features), dtype)
+            host = aligned_empty((sum(rows[run]), in_features), dtype)
             first = 0
-            for name, count in zip(names[start:stop], rows[start:stop], strict=True):
+            for name, count in zip(names[run], rows[run], strict=True):
                 self.read_into(name, host[first : first + count])
                 first += count
             parts.append(host if precision is None else quantize_weight(jax.device_put(host), precision))
-            start = stop
         return parts[0] if len(parts) == 1 else StackedOutputs(tuple(parts))
