@@ -1,5 +1,6 @@
 """Fetches models from the Hugging Face Hub, into the cache that huggingface_hub keeps."""
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ def pull_repository(name: str, progress: bool, cache_dir: Path | None) -> Path:
     bases = (base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
     hub_errors: tuple[type[Exception], ...] = (HFValidationError, *bases)
     try:
-        with _progress_bars(progress):
+        with _progress_bars(progress), _no_retry_messages():
             if file:
                 parts = [Path(hf_hub_download(repository, part, cache_dir=cache_dir)) for part in _parts_of_gguf(file)]
                 return parts[0]
@@ -97,3 +98,15 @@ def _progress_bars(progress: bool) -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+@contextmanager
+def _no_retry_messages() -> Iterator[None]:
+    """Ten lines of failed attempts before the one that says what is wrong help nobody; they are put back afterwards."""
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

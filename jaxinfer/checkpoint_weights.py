@@ -13,8 +13,9 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from checkpoints import names, names_gguf
+from checkpoints.errors import CheckpointError
 from checkpoints.gguf import GGUFFile
-from checkpoints.names import TensorSource
+from checkpoints.names import Mismatch, TensorSource
 from checkpoints.quantized import QuantizedFolder, open_folder
 from checkpoints.safetensors import SafetensorsFolder
 from jaxinfer.config import ModelConfig
@@ -63,24 +64,60 @@ def load_safetensors(path: pathlib.Path, config: ModelConfig, request: WeightsRe
     with contextlib.closing(open_folder(path)) as checkpoint:
         if checkpoint.ignored:
             log.warning("%s: not read, as they are not part of the model: %s", name, ", ".join(checkpoint.ignored))
-        sources, skipped = names.hugging_face_sources(config.model_type, available=checkpoint.tensors, **_sizes(config))
         if isinstance(checkpoint, QuantizedFolder):
             for note in checkpoint.notes:
                 log.warning("%s: %s", name, note)
-            unused = [source.name for canonical, source in sources.items() if canonical not in canonical_shapes(config)]
-            skipped |= checkpoint.skipped | checkpoint.zero_biases(unused)
-        return _read_params(config, checkpoint, sources, skipped, request)
+        return _read_params(config, checkpoint, _match(config, checkpoint), request)
 
 
 def load_gguf(checkpoint: GGUFFile, config: ModelConfig, request: WeightsRequest) -> Params:
-    sources, skipped = names_gguf.gguf_sources(
-        checkpoint.metadata["general.architecture"],
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        available=checkpoint.tensors,
-        **_sizes(config),
-    )
-    return _read_params(config, checkpoint, sources, skipped, request)
+    return _read_params(config, checkpoint, _match(config, checkpoint), request)
+
+
+def compare_folder(path: pathlib.Path, config: ModelConfig) -> Mismatch:
+    """In what the tensors of a folder and its configuration disagree, without reading the weights."""
+    with contextlib.closing(open_folder(path)) as checkpoint:
+        return _match(config, checkpoint).mismatch
+
+
+def compare_gguf(checkpoint: GGUFFile, config: ModelConfig) -> Mismatch:
+    """In what the tensors of a GGUF file and its metadata disagree."""
+    return _match(config, checkpoint).mismatch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Match:
+    """Which tensor of a checkpoint fills which parameter. `tied_head` is a tensor that the embedding stands in for."""
+
+    sources: Mapping[str, TensorSource]
+    tied_head: str | None
+    mismatch: Mismatch
+
+
+def _match(config: ModelConfig, checkpoint: AnyCheckpoint) -> _Match:
+    tensors, shapes = checkpoint.tensors, canonical_shapes(config)
+    if isinstance(checkpoint, GGUFFile):
+        everywhere, skipped = names_gguf.gguf_sources(
+            checkpoint.metadata["general.architecture"],
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            available=tensors,
+            include_absent=True,
+            **_sizes(config),
+        )
+    else:
+        everywhere, skipped = names.hugging_face_sources(
+            config.model_type, available=tensors, include_absent=True, **_sizes(config)
+        )
+    sources = {canonical: source for canonical, source in everywhere.items() if source.name in tensors}
+    if isinstance(checkpoint, QuantizedFolder):
+        unused = [source.name for canonical, source in sources.items() if canonical not in shapes]
+        skipped |= checkpoint.skipped | checkpoint.zero_biases(unused)
+    head = sources.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    if head is not None:
+        skipped[head.name] = "the configuration ties the head to the embedding"
+    mismatch = names.compare(expected=shapes, sources=everywhere, tensors=tensors, skipped=skipped)
+    return _Match(sources, None if head is None else head.name, mismatch)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -92,21 +129,12 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def _read_params(
-    config: ModelConfig,
-    checkpoint: AnyCheckpoint,
-    sources: Mapping[str, TensorSource],
-    skipped: Mapping[str, str],
-    request: WeightsRequest,
-) -> Params:
+def _read_params(config: ModelConfig, checkpoint: AnyCheckpoint, match: _Match, request: WeightsRequest) -> Params:
     """Checks that tensors and parameters match one to one, then reads them."""
     name, dtype, packed, plan = request.name, request.dtype, request.packed, request.plan
-    sources, skipped = dict(sources), dict(skipped)
-    head = sources.pop("lm_head.weight", None) if config.tie_word_embeddings else None
-    if head is not None:
-        skipped[head.name] = "the configuration ties the head to the embedding"
-    shapes = canonical_shapes(config)
-    names.check_complete(expected=shapes, sources=sources, skipped=skipped, tensors=checkpoint.tensors, where=name)
+    if match.mismatch:
+        raise CheckpointError(f"{name}: {match.mismatch}")
+    sources, shapes = match.sources, canonical_shapes(config)
     own_head = has_own_head(plan)
     if own_head and config.tie_word_embeddings:
         embedding = "embed_tokens.weight"
@@ -121,8 +149,9 @@ def _read_params(
     elif wanted and not isinstance(checkpoint, SafetensorsFolder):
         read_packed = PackedReader(checkpoint, sources, read_into, np.dtype(dtype), only_for_kernel=packed is None)
     check_memory(config, dtype, name, packed=isinstance(read_packed, PackedReader), plan=plan)
-    if head is not None and not _same_rows(checkpoint, head.name, sources["embed_tokens.weight"].name):
-        log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, head.name)
+    head = match.tied_head
+    if head is not None and not _same_rows(checkpoint, head, sources["embed_tokens.weight"].name):
+        log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, head)
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with tqdm(
         total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not request.progress, leave=False

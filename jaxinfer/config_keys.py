@@ -93,7 +93,9 @@ class Keys:
             return self.values[key]
         if key in self.defaults:
             return self.defaults[key]
-        raise ValueError(f"{self.place}: {key} is missing; it has no default for this kind of model")
+        raise ValueError(
+            f"{self.place}: {key} is missing; it has no default for this kind of model: download the file again"
+        )
 
     def _expected(self, key: str, value: Any, expected: str) -> ValueError:
         return ValueError(f"{self.place}: {key} is {show(value)}; expected {expected}")

@@ -5,17 +5,26 @@ import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 
-from checkpoints.gguf import GGUFFile
+from checkpoints.errors import CheckpointError
+from checkpoints.gguf import GGUFFile, whole_models
+from checkpoints.names import Mismatch
 from checkpoints.pull import pull
 from checkpoints.safetensors import SafetensorsFolder, read_json
 from checkpoints.tensors import TensorInfo
 from jaxinfer import kv_cache
-from jaxinfer.checkpoint_weights import WeightsRequest, check_memory, load_gguf, load_safetensors
+from jaxinfer.checkpoint_weights import (
+    WeightsRequest,
+    check_memory,
+    compare_folder,
+    compare_gguf,
+    load_gguf,
+    load_safetensors,
+)
 from jaxinfer.compilation import enable_persistent_cache
 from jaxinfer.config import ModelConfig
 from jaxinfer.config_gguf import from_gguf
@@ -58,12 +67,16 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a checkpoint says of itself. `tensors` are those of its files, under their own names and types."""
+    """What a checkpoint says of itself. `tensors` are those of its files, under their own names and types.
+
+    `mismatch` is in what they and the configuration disagree, which `load` would refuse; None where there are none.
+    """
 
     path: pathlib.Path
     config: ModelConfig
     tokenizer: Tokenizer | None
     tensors: Mapping[str, TensorInfo]
+    mismatch: Mismatch | None
 
 
 def default_dtype() -> jnp.dtype:
@@ -144,13 +157,14 @@ def inspect(path_or_name: str | os.PathLike[str], *, progress: bool | None = Non
     path = _resolve(path_or_name, is_watched() if progress is None else progress)
     if not path.is_dir():
         with contextlib.closing(GGUFFile(path)) as checkpoint:
-            return Description(path, *_read_gguf(checkpoint), dict(checkpoint.tensors))
+            config, tokenizer = _read_gguf(checkpoint)
+            mismatch = compare_gguf(checkpoint, config)
+            return Description(path, config, tokenizer, dict(checkpoint.tensors), mismatch)
     config, tokenizer = _read_folder(path)
-    tensors: Mapping[str, TensorInfo] = {}
-    if any(path.glob("*.safetensors")):
-        with contextlib.closing(SafetensorsFolder(path)) as weights:
-            tensors = weights.tensors
-    return Description(path, config, tokenizer, tensors)
+    if not any(path.glob("*.safetensors")):
+        return Description(path, config, tokenizer, {}, None)
+    with contextlib.closing(SafetensorsFolder(path)) as weights:
+        return Description(path, config, tokenizer, weights.tensors, compare_folder(path, config))
 
 
 def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
@@ -182,12 +196,12 @@ def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Pa
             raise FileNotFoundError(f"{text}: no such file or folder; a model to fetch is written name or owner/name")
         path = pull(text, progress=progress)
     if path.is_dir() and not (path / "config.json").exists():
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = whole_models(path.glob("*.gguf"))
         if len(ggufs) != 1:
             listed = ", ".join(file.name for file in ggufs) or "no .gguf file either"
             raise FileNotFoundError(
                 f"{path}: no config.json in this folder ({listed}); "
-                "give a Hugging Face model folder or the path of one .gguf file"
+                "give a Hugging Face model folder or the path of one .gguf file (of a split model, any part)"
             )
         path = ggufs[0]
     if path.is_file() and path.suffix != ".gguf":
@@ -197,18 +211,31 @@ def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Pa
 
 def _read_folder(path: pathlib.Path) -> tuple[ModelConfig, Tokenizer | None]:
     tokenizer = tokenizer_from_folder(path)
-    config = from_hugging_face(
-        read_json(path, "config.json"),
-        read_json(path, "generation_config.json", optional=True),
-        num_tokens=None if tokenizer is None else tokenizer.num_tokens,
-        extra_eos=() if tokenizer is None else map(int, tokenizer.eos_token_ids),
-    )
+    files = read_json(path, "config.json"), read_json(path, "generation_config.json", optional=True)
+    with _naming(path):
+        config = from_hugging_face(
+            *files,
+            num_tokens=None if tokenizer is None else tokenizer.num_tokens,
+            extra_eos=() if tokenizer is None else map(int, tokenizer.eos_token_ids),
+        )
     return config, tokenizer
 
 
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+    """Adds the folder or the file to errors of those who were given its contents only."""
+    try:
+        yield
+    except CheckpointError:  # names its file itself
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def _read_gguf(checkpoint: GGUFFile) -> tuple[ModelConfig, Tokenizer | None]:
-    config = from_gguf(checkpoint.metadata, checkpoint.tensors, checkpoint.read)
-    tokenizer = tokenizer_from_gguf(checkpoint.metadata)
+    with _naming(checkpoint.paths[0]):
+        config = from_gguf(checkpoint.metadata, checkpoint.tensors, checkpoint.read)
+        tokenizer = tokenizer_from_gguf(checkpoint.metadata)
     if tokenizer is not None:
         eos = tuple(sorted({*config.eos_token_ids, *map(int, tokenizer.eos_token_ids)}))
         num_tokens = min(config.vocab_size, tokenizer.num_tokens)

@@ -496,11 +496,47 @@ def test_info_counts_by_kind_without_reading_weights(run, folder: str, monkeypat
     assert "  1  full attention, rope: kind default, theta 10000.0, rotary_dim 8\n" in out
 
 
+def test_info_says_whether_the_tensors_fit(run, folder: str, tmp_path: pathlib.Path) -> None:
+    sound = json.loads(run("info", folder, "--json")[1])["check"]
+    assert sound == {"missing": 0, "unexpected": 0, "misshapen": 0, "integers": 0, "problem": None}
+    assert "  check  every tensor fits the configuration\n" in run("info", folder)[1]
+    for path in pathlib.Path(folder).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    arrays = markov.tensors(SUCCESSORS)
+    del arrays["model.layers.0.mlp.up_proj.weight"], arrays["model.norm.weight"]
+    arrays["model.layers.0.strange.weight"] = np.zeros(3, np.float32)
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    code, out, err = run("info", str(tmp_path), "--json")
+    check = json.loads(out)["check"]
+    assert (code, check["missing"], check["unexpected"], check["misshapen"]) == (2, 2, 1, 0)
+    assert err.startswith(
+        f"error: {tmp_path}: the tensors do not fit the configuration; 2 missing: norm.weight (model.no"
+    )
+    assert err.count("\n") == 1
+    code, out, _ = run("info", str(tmp_path))
+    assert code == 2
+    assert "  check  2 missing, 1 unexpected\n" in out
+
+
+def test_info_has_each_rope_once(run, folder: str, tmp_path: pathlib.Path) -> None:
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    factors |= {"original_max_position_embeddings": 16, "rope_theta": 10000.0}
+    config = markov.CONFIG | {"num_hidden_layers": 5, "rope_parameters": factors}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = run("info", str(tmp_path), "--json")
+    facts = json.loads(out)["config"]
+    assert code == 0
+    assert facts["layers"] == [{"window": None, "rope": 0}] * 5
+    assert [rope["kind"] for rope in facts["ropes"]] == ["longrope"]
+    assert out.count("longrope") == 1
+
+
 def test_info_of_a_configuration_alone(run, folder: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(markov.CONFIG))
     code, out, _ = run("info", str(tmp_path), "--json")
     facts = json.loads(out)
     assert (code, facts["tokenizer"], facts["file"], facts["parameters"]) == (0, None, {}, 17600)
+    assert facts["check"] is None
 
 
 def test_pull_prints_the_path(run, monkeypatch: pytest.MonkeyPatch) -> None:

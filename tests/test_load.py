@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import os
 import pathlib
 import re
 import shutil
@@ -15,6 +16,7 @@ import gguf_files
 import gguf_models
 import jax
 import jax.numpy as jnp
+import markov
 import ml_dtypes
 import numpy as np
 import pytest
@@ -94,9 +96,9 @@ def test_tensors_missing_surplus_and_misshapen_are_all_listed(tmp_path: pathlib.
     for part in (
         "2 missing",
         "norm.weight",
-        "layers.1.up_proj.weight",
+        "layers.1.up_proj.weight (model.layers.1.mlp.up_proj.weight in the file)",
         "1 unexpected: model.layers.0.self_attn.strange.weight",
-        "layers.0.down_proj.weight is [32, 47], expected [32, 48]",
+        "layers.0.down_proj.weight (model.layers.0.mlp.down_proj.weight in the file) is [32, 47], expected [32, 48]",
         "download",
     ):
         assert part in message
@@ -217,6 +219,54 @@ def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: pathlib.Path):
     arrays = {name: np.zeros(info.shape, np.float32) for name, info in model.tensors.items()}
     gguf_files.write(tmp_path / "tiny.gguf", model.metadata, arrays)
     assert load(tmp_path, progress=False).config == load(tmp_path / "tiny.gguf", progress=False).config
+
+
+def test_a_folder_with_the_parts_of_one_gguf_model_is_that_model(tmp_path: pathlib.Path):
+    model = gguf_models.gguf_model("llama", layers=1, hidden=32, ff=32, heads=2, kv_heads=1, context=64, vocab=32)
+    arrays = [(name, np.zeros(info.shape, np.float32)) for name, info in model.tensors.items()]
+    gguf_files.write_split(tmp_path, model.metadata, [dict(arrays[:5]), dict(arrays[5:])])
+    assert load(tmp_path, progress=False).config.num_layers == 1
+    (tmp_path / "other.gguf").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"\(model-00001-of-00002\.gguf, other\.gguf\); .* any part"):
+        load(tmp_path, progress=False)
+
+
+def test_a_missing_key_is_named_with_its_folder_and_what_to_do(tmp_path: pathlib.Path):
+    folder = write(tmp_path / "m", stored())
+    config = {key: value for key, value in CASE.config.items() if key != "hidden_size"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"m: config\.json: hidden_size is missing; .* download the file again"
+    ) as caught:
+        load(folder, progress=False)
+    assert str(caught.value).startswith(str(folder))
+
+
+def test_integers_in_place_of_weights_are_refused_before_anything_is_read(tmp_path: pathlib.Path):
+    tensors = dict(stored())
+    tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((48, 32), np.int8)
+    folder = write(tmp_path / "m", tensors)
+    message = r"the tensors do not fit .* integers in place of weights: layers\.1\.up_proj\.weight \(model\.layers"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder, progress=False)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja", "config.json"])
+def test_pipes_do_not_block(tmp_path: pathlib.Path, name: str):
+    """Opening a pipe that nobody writes to never ends."""
+    folder = markov.save(tmp_path / "m", {})
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=re.escape(f"{folder / name} is not a ")):
+        load(folder, progress=False)
+
+
+def test_a_gguf_file_that_is_a_pipe_or_a_device_is_refused(tmp_path: pathlib.Path):
+    os.mkfifo(tmp_path / "m.gguf")
+    (tmp_path / "zero.gguf").symlink_to("/dev/zero")
+    for path in (tmp_path / "m.gguf", tmp_path / "zero.gguf", pathlib.Path("/dev/zero")):
+        with pytest.raises(CheckpointError, match=re.escape(f"{path} is not a regular file; give a file on a disk")):
+            load(path, progress=False)
 
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: pathlib.Path):

@@ -203,7 +203,10 @@ def test_complete():
 def test_missing():
     table = tensors()
     del table["norm"], table["layers.2.qk"]
-    assert complaint(table) == ("3 missing: norm.weight, layers.2.q_proj.weight, layers.2.k_proj.weight")
+    assert complaint(table) == (
+        "3 missing: norm.weight (norm in the file), layers.2.q_proj.weight (layers.2.qk in the file), "
+        "layers.2.k_proj.weight (layers.2.qk in the file)"
+    )
     without = {name: source for name, source in SOURCES.items() if "layers.1.k_proj" not in name}
     # The rows of k are then also without an owner.
     assert complaint(tensors(), sources=without) == (
@@ -222,12 +225,12 @@ def test_unexpected():
 
 
 def test_wrong_shapes():
-    assert complaint(tensors(norm=(7,))) == "wrong shapes: norm.weight is [7], expected [8]"
-    assert complaint(tensors(norm=())) == "wrong shapes: norm.weight is [], expected [8]"
-    assert complaint(tensors(norm=(8, 1))) == "wrong shapes: norm.weight is [8, 1], expected [8]"
+    assert complaint(tensors(norm=(7,))) == "wrong shapes: norm.weight (norm in the file) is [7], expected [8]"
+    assert complaint(tensors(norm=())) == "wrong shapes: norm.weight (norm in the file) is [], expected [8]"
+    assert complaint(tensors(norm=(8, 1))) == "wrong shapes: norm.weight (norm in the file) is [8, 1], expected [8]"
     assert complaint(tensors(layers__1__qk=(20, 9))) == (
-        "wrong shapes: layers.1.q_proj.weight is rows 0:16 of [20, 9], expected [16, 8], "
-        "layers.1.k_proj.weight is rows 16:20 of [20, 9], expected [4, 8]"
+        "wrong shapes: layers.1.q_proj.weight (layers.1.qk in the file) is rows 0:16 of [20, 9], expected [16, 8], "
+        "layers.1.k_proj.weight (layers.1.qk in the file) is rows 16:20 of [20, 9], expected [4, 8]"
     )
 
 
@@ -236,7 +239,7 @@ def test_a_fused_tensor_of_another_size():
         "wrong shapes: layers.{0-3}.qk has 24 rows, its parts take [[0, 16], [16, 20]]"
     )
     assert complaint(tensors(layers__0__qk=(18, 8))) == (
-        "wrong shapes: layers.0.k_proj.weight is rows 16:20 of [18, 8], expected [4, 8]"
+        "wrong shapes: layers.0.k_proj.weight (layers.0.qk in the file) is rows 16:20 of [18, 8], expected [4, 8]"
     )
     overlapping = SOURCES | {"layers.0.k_proj.weight": TensorSource("layers.0.qk", (12, 16))}
     assert "layers.0.qk has 20 rows, its parts take [[0, 16], [12, 16]]" in complaint(tensors(), sources=overlapping)
@@ -246,8 +249,31 @@ def test_everything_is_in_one_message():
     table = tensors(norm=(9,), extra=(1,))
     del table["layers.3.qk"]
     assert complaint(table) == (
-        "2 missing: layers.3.q_proj.weight, layers.3.k_proj.weight; 1 unexpected: extra; "
-        "wrong shapes: norm.weight is [9], expected [8]"
+        "2 missing: layers.3.q_proj.weight (layers.3.qk in the file), "
+        "layers.3.k_proj.weight (layers.3.qk in the file); 1 unexpected: extra; "
+        "wrong shapes: norm.weight (norm in the file) is [9], expected [8]"
+    )
+
+
+def test_what_is_missing_has_the_name_that_the_file_would_give_it():
+    """Nobody finds `layers.2.down_proj.weight` in a file that calls it `model.layers.2.mlp.down_proj.weight`."""
+    available = ["model.embed_tokens.weight"]
+    sources, _ = hugging_face_sources("llama", **(SIZES | {"num_layers": 2}), available=available, include_absent=True)
+    expected = {f"layers.{i}.down_proj.weight": (8, 8) for i in range(2)} | {"lm_head.weight": (9, 8)}
+    assert complaint({}, expected=expected, sources=sources) == (
+        "3 missing: layers.{0-1}.down_proj.weight (model.layers.{0-1}.mlp.down_proj.weight in the file), lm_head.weight"
+    )
+
+
+def test_integers_are_no_weights():
+    table = tensors()
+    table["layers.1.qk"] = TensorInfo("layers.1.qk", (20, 8), "I8", 160)
+    with pytest.raises(CheckpointError) as error:
+        check_complete(EXPECTED, SOURCES, table, {}, where="folder")
+    assert str(error.value) == (
+        "folder: the tensors do not fit the configuration; integers in place of weights: layers.1.q_proj.weight "
+        "(layers.1.qk in the file), layers.1.k_proj.weight (layers.1.qk in the file); they are codes of a quantisation "
+        "that is not read: use the original model"
     )
 
 

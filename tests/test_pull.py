@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib
+import logging
 import os
 import re
 import subprocess
@@ -387,3 +388,19 @@ def test_failed_downloads(monkeypatch, error, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         pull("owner/model:file.gguf", progress=False)
     assert "\n" not in str(caught.value)
+
+
+def test_failed_attempts_are_not_listed(monkeypatch, capfd, caplog):
+    """huggingface_hub warns of each of them, to a handler of its own on standard error."""
+    http_logger = logging.getLogger("huggingface_hub.utils._http")
+
+    def fail(*_args, **_kwargs):
+        http_logger.warning("'[Errno 111] Connection refused' thrown while requesting HEAD")
+        http_logger.warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("Connection refused")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    before = http_logger.level
+    with pytest.raises(CheckpointError, match=r"cannot fetch owner/model:file\.gguf .*Connection refused"):
+        pull("owner/model:file.gguf", progress=False)
+    assert (capfd.readouterr().err, caplog.records, http_logger.level) == ("", [], before)

@@ -1,4 +1,4 @@
-"""`jaxinfer info MODEL`: what a model is and what it costs, from its metadata alone."""
+"""`jaxinfer info MODEL`: what a model is, what it costs, and whether its tensors are those of its configuration."""
 
 import argparse
 import collections
@@ -9,9 +9,11 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from checkpoints.errors import CheckpointError
+from checkpoints.names import Mismatch
 from jaxinfer import kv_cache
 from jaxinfer.cli.options import json_line
-from jaxinfer.config import RopeConfig
+from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.device import start_device
 from jaxinfer.model import inspect, weights_dtype_for
 from jaxinfer.params import canonical_shapes, num_parameters
@@ -20,9 +22,12 @@ KINDS = ("embedding", "attention", "mlp", "norms", "head")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the facts as text or JSON."""
+    """Prints the facts as text or JSON. A model whose tensors `load` would refuse is bad input all the same."""
     facts = gather(options.model, options.dtype)
     print(json_line(facts) if options.json else "\n".join(_lines(facts)))
+    check = facts["check"]
+    if check is not None and check["problem"] is not None:
+        raise CheckpointError(f"{options.model}: {check['problem']}")
     return 0
 
 
@@ -45,7 +50,7 @@ def gather(path_or_name: str, dtype: str | None) -> dict[str, Any]:
     return {
         "model": path_or_name,
         "path": str(found.path),
-        "config": dataclasses.asdict(config),
+        "config": _config(config),
         "parameters": num_parameters(config),
         "dtype": weights_dtype.name,
         "memory": memory | {"total": sum(memory.values())},
@@ -64,6 +69,29 @@ def gather(path_or_name: str, dtype: str | None) -> dict[str, Any]:
             "chat_template": bool(tokenizer.chat_templates),
         },
         "file": dict(files),
+        "check": None if found.mismatch is None else _check(found.mismatch),
+    }
+
+
+def _config(config: ModelConfig) -> dict[str, Any]:
+    """The configuration, each RoPE once: `rope` of a layer is an index into `ropes`, null for no positions."""
+    ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
+    layers = [
+        {"window": layer.window, "rope": None if layer.rope is None else ropes.index(layer.rope)}
+        for layer in config.layers
+    ]
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return values | {"layers": layers, "ropes": [dataclasses.asdict(rope) for rope in ropes]}
+
+
+def _check(mismatch: Mismatch) -> dict[str, Any]:
+    """How many tensors do not fit the configuration, and `load`'s words for it (None: all fit)."""
+    return {
+        "missing": len(mismatch.missing),
+        "unexpected": len(mismatch.unexpected),
+        "misshapen": len(mismatch.misshapen),
+        "integers": len(mismatch.integers),
+        "problem": str(mismatch) if mismatch else None,
     }
 
 
@@ -104,11 +132,15 @@ def _lines(facts: dict[str, Any]) -> Iterable[str]:
         ]
     yield from _section("tokenizer", rows)
     rows = [(dtype, f"{file['tensors']} tensors, {_size(file['bytes'])}") for dtype, file in facts["file"].items()]
+    check = facts["check"]
+    if check is not None:
+        counts = [f"{count} {name}" for name, count in check.items() if name != "problem" and count]
+        rows.append(("check", ", ".join(counts) or "every tensor fits the configuration"))
     yield from _section("weights on disk", rows or [("none", "")])
-    rows = [(name, _value(value)) for name, value in config.items() if name != "layers"]
+    rows = [(name, _value(value)) for name, value in config.items() if name not in ("layers", "ropes")]
     groups = [(layer, len(list(run))) for layer, run in itertools.groupby(config["layers"])]
     yield from _section("configuration", rows)
-    yield from _section("layers", [(str(count), _layer(layer)) for layer, count in groups])
+    yield from _section("layers", [(str(count), _layer(layer, config["ropes"])) for layer, count in groups])
 
 
 def _section(title: str, rows: list[tuple[str, str]]) -> Iterable[str]:
@@ -119,13 +151,13 @@ def _section(title: str, rows: list[tuple[str, str]]) -> Iterable[str]:
         yield f"  {name:<{width}}  {value}".rstrip()
 
 
-def _layer(layer: dict[str, Any]) -> str:
+def _layer(layer: dict[str, Any], ropes: list[dict[str, Any]]) -> str:
     """A layer's window and those fields of its RoPE that are not at their defaults."""
     window = "full attention" if layer["window"] is None else f"window {layer['window']}"
     if layer["rope"] is None:
         return f"{window}, no positions"
     defaults = {field.name: field.default for field in dataclasses.fields(RopeConfig)}
-    rope = [f"{name} {_value(value)}" for name, value in layer["rope"].items() if value != defaults[name]]
+    rope = [f"{name} {_value(value)}" for name, value in ropes[layer["rope"]].items() if value != defaults[name]]
     return f"{window}, rope: {', '.join(rope)}"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
+from checkpoints.errors import check_regular
 from checkpoints.safetensors import read_json
 from jaxinfer.tokenization.sentencepiece import read_model
 from jaxinfer.tokenization.tokenizer import Tokenizer, added_by_post_processor, backend_errors
@@ -28,11 +29,11 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
     """
     folder = Path(path)
     config = read_json(folder, "tokenizer_config.json", optional=True)
-    if (folder / "tokenizer.json").is_file():
+    if _has(folder, "tokenizer.json"):
         has_json, prepare = True, None
         backend = _from_json(folder / "tokenizer.json")
-        _add_missing_tokens(backend, config)
-    elif (folder / "tokenizer.model").is_file():
+        _add_missing_tokens(backend, folder, config)
+    elif _has(folder, "tokenizer.model"):
         has_json = False
         backend, prepare = _from_sentencepiece(folder, config)
     else:
@@ -56,6 +57,14 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
     )
 
 
+def _has(folder: Path, name: str) -> bool:
+    """Whether a folder has a file. A pipe or a device of that name is an error: reading it may never end."""
+    if not (folder / name).exists():
+        return False
+    check_regular(folder / name)
+    return True
+
+
 def _from_json(path: Path) -> tokenizers.Tokenizer:
     with backend_errors(f"{path} is not a tokenizer; download it again"):
         return tokenizers.Tokenizer.from_file(str(path))
@@ -64,39 +73,42 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Any]:
     """tokenizer.model, with the tokens that fine-tuning added beside it."""
     model = read_model(folder / "tokenizer.model")
-    described = _added_tokens(config)
+    described = _added_tokens(folder, config)
     added = {token.content: position for position, token in described.items()}
     for token, position in read_json(folder, "added_tokens.json", optional=True).items():
         if type(position) is not int:
-            raise ValueError(f"added_tokens.json in {folder} gives {token!r} the id {position!r}; expected an integer")
+            raise ValueError(
+                f"{folder / 'added_tokens.json'} gives {token!r} the id {position!r}; expected an integer: "
+                "download it again"
+            )
         added[token] = position
     special = {token.content for token in described.values() if token.special}
     special |= set(_special_tokens(folder, config).values())
     return model.extended(added, special).build()
 
 
-def _added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
     """`added_tokens_decoder` of tokenizer_config.json, by id in ascending order."""
     fields = ("single_word", "lstrip", "rstrip", "normalized", "special")
     decoder = config.get("added_tokens_decoder") or {}
+    where = f"{folder / 'tokenizer_config.json'}: added_tokens_decoder"
     if not isinstance(decoder, Mapping):
-        raise ValueError(f"added_tokens_decoder of tokenizer_config.json is a {type(decoder).__name__}, not an object")
+        raise ValueError(f"{where} is a {type(decoder).__name__}, not an object; download the file again")
     tokens = {}
     for key, token in decoder.items():
         if not key.isdecimal() or not isinstance(token, Mapping) or not isinstance(token.get("content"), str):
             raise ValueError(
-                f"added_tokens_decoder of tokenizer_config.json has {key!r}: {token!r}; expected an id "
-                "and an object with a content"
+                f"{where} has {key!r}: {token!r}; expected an id and an object with a content: download the file again"
             )
         flags = {name: bool(token[name]) for name in fields if name in token}
         tokens[int(key)] = AddedToken(token["content"], **flags)
     return dict(sorted(tokens.items()))
 
 
-def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+def _add_missing_tokens(backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]) -> None:
     """Brings in what tokenizer_config.json says of added tokens; as in transformers, it wins (but not on ids)."""
     known = {token: repr(added) for token, added in backend.get_added_tokens_decoder().items()}
-    for position, token in _added_tokens(config).items():
+    for position, token in _added_tokens(folder, config).items():
         if known.get(position) == repr(token):
             continue
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
@@ -169,11 +181,14 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
                     case {"name": str(name), "template": str(template)}:
                         templates[name] = template
                     case _:
-                        raise ValueError(f"a chat template in {folder} is {entry!r}; expected a name and a template")
+                        raise ValueError(
+                            f"a chat template in {folder} is {entry!r}; expected a name and a template: "
+                            "download its files again"
+                        )
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
         if path.is_file():
             templates[path.stem] = _read_template(path)
-    if (folder / "chat_template.jinja").is_file():
+    if _has(folder, "chat_template.jinja"):
         templates["default"] = _read_template(folder / "chat_template.jinja")
     return templates
 
