@@ -1,6 +1,8 @@
 """Decoding speed, time to first token and time to readiness, through the same programs that `generate` runs.
 
     python -m benchmarks.decode --model llama-3-8b --batch 1 16 64 --prompt 128 --output 257 --first-token 128 2048
+    python -m benchmarks.decode --model llama-3-8b --int4 --head int8 --batch 1
+    python -m benchmarks.decode --model llama-3-8b --quantize seed-mixed --batch 1 16
     python -m benchmarks.decode --model llama-3-8b --ready
 
 `--model` is a shape of `benchmarks/shapes` (random weights made on the device) or anything `jaxinfer.load` takes.
@@ -9,6 +11,7 @@ an empty compilation cache, once with the cache that this left.
 """
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -25,19 +28,52 @@ from jaxinfer import kv_cache
 from jaxinfer.batch import Batch, Limits
 from jaxinfer.generation import requests_for
 from jaxinfer.model import default_dtype
-from pallas_kernels.int4_matmul import PackedInt4
+from jaxinfer.quantization.plan import HEAD, Plan, Precision, Rule, resolve
 
 SHAPES = ROOT / "shapes"
+HEADS = {"int8": Precision(8), "fp8": Precision(8, method="fp8")}
 
 
-def load(name: str, dtype: str | None, int4: bool, kv: str | None) -> ji.Model:
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What the options say of weights. `packed`: a GGUF file's codes as they are, not by a plan."""
+
+    dtype: str | None
+    plan: Plan | None
+    packed: bool
+
+    @property
+    def name(self) -> str:
+        """As the results have it: "int4", "int4, int8 head", or the dtype."""
+        dtype = self.dtype or str(default_dtype())
+        return self.plan.name if self.plan is not None else "int4" if self.packed else dtype
+
+
+def weights_of(name: str, arguments: argparse.Namespace) -> Weights:
+    """Raises ValueError for options that do not go together."""
+    quantize = "int4" if arguments.int4 else arguments.quantize
+    plan = None if quantize is None else resolve(quantize)
+    if not (SHAPES / name / "config.json").exists():
+        if arguments.head is not None or arguments.quantize is not None:
+            raise ValueError("--head and --quantize are for the shapes of benchmarks/shapes; a file has its own codes")
+        return Weights(arguments.dtype, None, arguments.int4)
+    if arguments.head is not None:
+        rules, rest = (), arguments.dtype or str(default_dtype())
+        if plan is not None:
+            rules, rest = plan.rules, plan.name
+        plan = Plan((Rule((HEAD,), HEADS[arguments.head]), *rules), f"{rest}, {arguments.head} head")
+    return Weights(arguments.dtype, plan, False)
+
+
+def load(name: str, weights: Weights, kv: str | None) -> ji.Model:
+    """A shape with random weights, whose codes of 4 bits are in groups of 128, or a checkpoint."""
     if (SHAPES / name / "config.json").exists():
-        return ji.load(SHAPES / name, random_weights=0, dtype=dtype, quantize="int4" if int4 else None, kv_dtype=kv)
-    return ji.load(name, dtype=dtype, packed=int4, kv_dtype=kv)
+        return ji.load(SHAPES / name, random_weights=0, dtype=weights.dtype, quantize=weights.plan, kv_dtype=kv)
+    return ji.load(name, dtype=weights.dtype, packed=weights.packed, kv_dtype=kv)
 
 
 def bytes_per_step(model: ji.Model, batch: int, context: float) -> float:
-    """Bytes a decode step must read: every weight once (of an untied embedding only a few rows), and the cache."""
+    """Bytes a decode step must read: every weight once, of an embedding that is not the head a few rows, and the cache."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     if model.params.lm_head is not None:
         weights -= model.params.embed_tokens.nbytes
@@ -64,8 +100,9 @@ def timed_run(model: ji.Model, ids: list[list[int]], output: int) -> tuple[float
 
 
 def measure_decode(
-    recorder: Recorder, model: ji.Model, name: str, batch: int, prompt: int, output: int, rate: float
+    recorder: Recorder, model: ji.Model, case: dict[str, object], batch: int, prompt: int, output: int, rate: float
 ) -> None:
+    """Records speed and peak memory of a batch; `case` names the model and its weights."""
     ids = prompts(model, batch, prompt)
     timed_run(model, ids, output)
     rest = median([timed_run(model, ids, output)[1] for _ in range(3)])
@@ -80,16 +117,16 @@ def measure_decode(
     }
     if "peak_bytes_in_use" in stats:
         metrics["peak_gb"] = (stats["peak_bytes_in_use"] / 1e9, "GB")
-    recorder.record(case_of(name, model, batch=batch, prompt=prompt, output=output), metrics)
+    recorder.record({**case, "batch": batch, "prompt": prompt, "output": output}, metrics)
 
 
-def measure_first_token(recorder: Recorder, model: ji.Model, name: str, batch: int, prompt: int) -> None:
+def measure_first_token(recorder: Recorder, model: ji.Model, case: dict[str, object], batch: int, prompt: int) -> None:
     """From the call of `generate` with token ids to the first token on the host."""
     ids = prompts(model, batch, prompt)
     params = ji.SamplingParams(max_tokens=1, temperature=0.0)
     seconds(lambda: ji.generate(model, ids, params), 2)
     times = seconds(lambda: ji.generate(model, ids, params), 7)
-    case = case_of(name, model, batch=batch, prompt=prompt, output=1)
+    case = {**case, "batch": batch, "prompt": prompt, "output": 1}
     rate = batch * prompt / median(times)
     recorder.record(case, {"ttft_ms": (median(times) * 1e3, "ms"), "prefill_tokens_per_s": (rate, "tok/s")})
 
@@ -108,16 +145,14 @@ def measure_ready(recorder: Recorder, name: str, options: list[str], weights: st
     recorder.record(case, {"ready_cold_s": (times[0], "s"), "ready_warm_s": (times[1], "s")})
 
 
-def case_of(name: str, model: ji.Model, **sizes: int) -> dict[str, object]:
-    packed = isinstance(model.params.layers[0].down, PackedInt4)
-    return {"model": name, "weights": "int4" if packed else str(model.dtype), "kv": str(model.cache_dtype), **sizes}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype")
-    parser.add_argument("--int4", action="store_true", help="packed layers: random ones, or a GGUF file's as they are")
+    codes = parser.add_mutually_exclusive_group()
+    codes.add_argument("--int4", action="store_true", help="packed layers: random ones, or a GGUF file's as they are")
+    codes.add_argument("--quantize", metavar="PLAN", help="random weights of a plan: a preset or a .toml file")
+    parser.add_argument("--head", choices=HEADS, help="a head of 8 bits, where the rest is as the other options say")
     parser.add_argument("--kv", help="dtype of the key-value cache; by default that of the weights")
     parser.add_argument("--batch", type=int, nargs="*", default=[])
     parser.add_argument("--prompt", type=int, default=128)
@@ -127,15 +162,21 @@ def main() -> None:
     parser.add_argument("--generate-once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--results", type=pathlib.Path, default=None, help="folder for the JSON lines")
     arguments = parser.parse_args()
+    try:
+        weights = weights_of(arguments.model, arguments)
+    except ValueError as error:
+        parser.error(str(error))
     recorder = Recorder("decode", arguments.results) if arguments.results else Recorder("decode")
     if arguments.ready:
-        options = (["--dtype", arguments.dtype] if arguments.dtype else []) + (["--int4"] if arguments.int4 else [])
-        weights = "int4" if arguments.int4 else arguments.dtype or str(default_dtype())
-        measure_ready(recorder, arguments.model, options, weights)
+        options = ["--int4"] if arguments.int4 else []
+        for option in ("dtype", "quantize", "head"):
+            value = getattr(arguments, option)
+            options += [] if value is None else [f"--{option}", value]
+        measure_ready(recorder, arguments.model, options, weights.name)
     if not (arguments.batch or arguments.first_token or arguments.generate_once):
         return
     start = time.perf_counter()
-    model = load(arguments.model, arguments.dtype, arguments.int4, arguments.kv)
+    model = load(arguments.model, weights, arguments.kv)
     jax.block_until_ready(model.params)
     print(f"loaded {arguments.model} in {time.perf_counter() - start:.1f} s", flush=True)
     if arguments.generate_once:
@@ -144,10 +185,11 @@ def main() -> None:
         return
     rate = read_rate()
     recorder.record({"device": "memory"}, {"read_tb_per_s": (rate / 1e12, "TB/s")})
+    case: dict[str, object] = {"model": arguments.model, "weights": weights.name, "kv": str(model.cache_dtype)}
     for batch in arguments.batch:
-        measure_decode(recorder, model, arguments.model, batch, arguments.prompt, arguments.output, rate)
+        measure_decode(recorder, model, case, batch, arguments.prompt, arguments.output, rate)
     for prompt in arguments.first_token:
-        measure_first_token(recorder, model, arguments.model, 1, prompt)
+        measure_first_token(recorder, model, case, 1, prompt)
 
 
 if __name__ == "__main__":
