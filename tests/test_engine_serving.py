@@ -68,6 +68,29 @@ def test_stream_joins_to_the_result_and_several_mix() -> None:
             assert len(deltas) > 4, "a stream must not wait for the end"
 
 
+def test_next_chunk_is_dispatched_before_the_last_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 tokens: one from prefill, then 7 chunks of 3. The device has a chunk to run while the host waits for one."""
+    with cases.engine() as engine:
+        runner = engine._runner
+        assert runner is not None
+        dispatch, read, events = runner.dispatch, runner.read, []
+
+        def noted_dispatch(*arguments):
+            works = dispatch(*arguments)
+            events.extend("dispatch" for work in works if work.kind == "decode")
+            return works
+
+        def noted_read(work, requests):
+            if work.kind == "decode":
+                events.append("read")
+            return read(work, requests)
+
+        monkeypatch.setattr(runner, "dispatch", noted_dispatch)
+        monkeypatch.setattr(runner, "read", noted_read)
+        engine.generate([LONG[0]], LONG[1])
+        assert events == ["dispatch", *["dispatch", "read"] * 6, "read"]
+
+
 def test_cancelled_stream_ends_alone() -> None:
     """Trap G5: a stream broken off after two deltas, beside another request."""
     with cases.engine() as engine:
