@@ -1,24 +1,36 @@
 #!/bin/sh
-# Everything this project measures on one GPU, most telling first; about nine minutes on an H200.
-#   benchmarks/run_gpu.sh [RESULTS_DIR]      JSON lines go there (default: benchmarks/results)
+# Everything this project measures on one GPU, most telling first; about twenty minutes on an H200.
+#   benchmarks/run_gpu.sh [RESULTS_DIR [WORD]]     JSON lines go to RESULTS_DIR (default: benchmarks/results);
+#                                                  only steps whose command contains WORD
 # A step that fails or takes longer than its limit is reported and the next one runs.
 set -u
 results=${1:-benchmarks/results}
+word=${2:-}
 cd "$(dirname "$0")/.." || exit 1
 
 step() {
     limit=$1
-    shift
-    echo "== $*"
-    timeout "$limit" python3 -m "$@" || echo "-- exit $? (124: over $limit s): $*"
+    module=$2
+    shift 2
+    case "$module $*" in *"$word"*) ;; *) return ;; esac
+    echo "== $module $*"
+    timeout "$limit" python3 -m "$module" --results "$results" "$@" || echo "-- exit $? (124: over $limit s): $module $*"
 }
 
-step 90 benchmarks.kernels_int4 --results "$results"
-step 90 benchmarks.kernels_attention --seconds 45 --results "$results"
-step 120 benchmarks.decode --model llama-3-8b --batch 1 16 64 --first-token 128 2048 --results "$results"
-step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --results "$results"
-step 60 benchmarks.decode --model llama-3.2-1b --batch 1 16 64 --first-token 128 2048 --results "$results"
-step 90 benchmarks.decode --model llama-3-8b --ready --results "$results"
-step 120 benchmarks.gpu_tests --results "$results"
-step 60 benchmarks.agreement --packed --results "$results"
-step 60 benchmarks.decode --model smollm2-135m-instruct --batch 1 64 --results "$results"
+step 90 benchmarks.kernels_int4
+step 150 benchmarks.kernels_int4_wide --seconds 120
+step 90 benchmarks.kernels_attention --seconds 60
+step 60 benchmarks.kernels_attention --parts prefill --seconds 40
+step 120 benchmarks.decode --model llama-3-8b --batch 1 16 64 --first-token 128 2048
+step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --first-token 128 2048
+step 90 benchmarks.decode --model llama-3-8b --int4 --head int8 --batch 1
+step 90 benchmarks.decode --model llama-3-8b --ready
+step 240 benchmarks.gpu_tests
+step 180 benchmarks.throughput --model qwen3-0.6b
+step 240 benchmarks.throughput --model llama-3-8b
+step 150 benchmarks.scoring --model llama-3-8b
+step 120 benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --batch 1
+step 120 benchmarks.kernels_triton
+step 60 benchmarks.decode --model llama-3.2-1b --batch 1 16 64 --first-token 128 2048
+step 60 benchmarks.agreement --packed
+step 60 benchmarks.decode --model smollm2-135m-instruct --batch 1 64

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxinfer as ji
-from benchmarks.decode import case_of, load
+from benchmarks.decode import load, weights_of
 from benchmarks.harness import Recorder, median, seconds
 from jaxinfer import kv_cache, steps
 from jaxinfer.batch import PAGE_SIZE, Limits, bucket, pages_for
@@ -67,9 +67,11 @@ def main() -> None:
     parser.add_argument("--continuation", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--results", type=pathlib.Path, default=None, help="folder for the JSON lines")
+    parser.set_defaults(quantize=None, head=None)
     options = parser.parse_args()
+    weights = weights_of(options.model, options)
     recorder = Recorder("scoring", options.results) if options.results else Recorder("scoring")
-    model = load(options.model, options.dtype, options.int4, None)
+    model = load(options.model, weights, None)
     prompts, continuations = pairs_of(model, options)
     pairs = [encode_pair(model, *pair) for pair in zip(prompts, continuations, strict=True)]
     start = time.perf_counter()
@@ -80,7 +82,7 @@ def main() -> None:
     given = options.pairs * (options.prompt + options.continuation)
     sizes = {name: getattr(options, name) for name in ("pairs", "prefixes", "prompt", "continuation")}
     recorder.record(
-        case_of(options.model, model, **sizes),
+        {"model": options.model, "weights": weights.name, "kv": str(model.cache_dtype), **sizes},
         {
             "seconds": (elapsed, "s"),
             "tokens_per_s": (given / elapsed, "tok/s"),

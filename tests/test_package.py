@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import importlib
 import importlib.metadata
 import pathlib
 import threading
@@ -61,3 +62,18 @@ def test_generate_and_stream_inside_an_event_loop_and_a_thread() -> None:
     thread.start()
     thread.join()
     assert said == ["BCDEFG"]
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE.parent.parent / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_benchmarks_can_be_imported(path: pathlib.Path) -> None:
+    """They run on a GPU only now and then; what they import changes meanwhile."""
+    importlib.import_module(f"benchmarks.{path.stem}")
+
+
+def test_the_script_of_gpu_measurements_names_benchmarks_that_exist() -> None:
+    folder = SOURCE.parent.parent / "benchmarks"
+    steps = [line.split() for line in (folder / "run_gpu.sh").read_text().splitlines() if line.startswith("step ")]
+    assert len(steps) > 10
+    for _, limit, module, *_ in steps:
+        assert limit.isdigit()
+        assert (folder.parent / f"{module.replace('.', '/')}.py").is_file(), module
