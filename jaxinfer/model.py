@@ -107,9 +107,9 @@ def load(
 
     Quantised checkpoints are read as they are: GGUF files, and folders in the formats AWQ, GPTQ, compressed-tensors,
     FP8, MXFP4, NVFP4, bitsandbytes and HQQ. `packed` says whether codes stay packed on the device (True) or are decoded
-    to `dtype` when loading (False). By default they stay packed where a kernel reads them so (4 bits or fewer, on a
-    GPU, in bfloat16); elsewhere each product would decode them again. Codes of 8 bits can stay packed if there is one
-    scale an output and no zero; the others are decoded in any case, and packed=True says which.
+    to `dtype` when loading (False). By default they stay packed on a GPU in bfloat16, where a kernel reads them so;
+    elsewhere each product would decode them again. Codes of 8 bits can stay packed if there is one scale an output and
+    no zero; the others are decoded in any case, and packed=True says which.
 
     `kv_dtype` is that of the key-value caches: by default `dtype`; "int8" or "float8_e4m3fn" take about half of
     bfloat16's room and time to read, "int4" about a quarter (`jaxinfer.kv_cache`).

@@ -107,7 +107,7 @@ def test_a_fused_weight_of_different_kinds_is_stacked(tmp_path: pathlib.Path) ->
 
 
 def test_the_default_packs_what_a_kernel_reads(tmp_path: pathlib.Path, monkeypatch) -> None:
-    """On a Hopper GPU and in bfloat16 all but code books; on this CPU nothing."""
+    """On a Hopper GPU and in bfloat16 all but code books of 4 bits; on this CPU nothing."""
     case, book = checkpoints_of.make("awq gemm", tmp_path / "a"), checkpoints_of.make("nf4", tmp_path / "b")
     assert isinstance(load_params(case.quantized).layers[0].down, jax.Array)
     monkeypatch.setattr("pallas_kernels.dispatch.hopper_refusal", lambda: None)
@@ -118,6 +118,8 @@ def test_the_default_packs_what_a_kernel_reads(tmp_path: pathlib.Path, monkeypat
         layer = load(folder, dtype="bfloat16", progress=False).params.layers[0]
         for field in FIELDS:
             assert isinstance(getattr(layer, field), PackedInt4 if packed else jax.Array)
+    eight = checkpoints_of.make("fp8 channel", tmp_path / "c")
+    assert isinstance(load(eight.quantized, dtype="bfloat16", progress=False).params.layers[0].down, ScaledCodes)
     layer = load(case.quantized, dtype="bfloat16", packed=False, progress=False).params.layers[0]
     assert isinstance(layer.o, jax.Array)
     layer = load(case.quantized, dtype="float32", progress=False).params.layers[0]
