@@ -110,7 +110,9 @@ class SafetensorsFile:
         if not out.flags.c_contiguous or not out.flags.writeable:
             raise ValueError(f"{name}: the array to read into must be C-contiguous and writable")
         if out.dtype != dtype and not (dtype in _FLOATS and out.dtype in _FLOATS):
-            raise ValueError(f"{self.path}: {name} is {dtype} and cannot be read into an array of {out.dtype}")
+            raise ValueError(
+                f"{self.path}: {name} is {dtype} in the file and cannot be read into an array of {out.dtype}"
+            )
         with _open(self.path) as file:
             if out.dtype == dtype:
                 self._fill(out, file, position, name)

@@ -492,7 +492,7 @@ def test_info_counts_by_kind_without_reading_weights(run, folder: str, monkeypat
     code, out, _ = run("info", folder)
     assert code == 0
     assert "  per token  64 bytes\n" in out  # float32 on a CPU
-    assert "  F32  12 tensors, 70.4 kB\n" in out
+    assert "  F32    12 tensors, 70.4 kB\n" in out
     assert "  1  full attention, rope: kind default, theta 10000.0, rotary_dim 8\n" in out
 
 

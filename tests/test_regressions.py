@@ -449,7 +449,7 @@ def test_closed_standard_streams_are_empty_ones():
     command = 'exec "$0" -m jaxinfer.cli pull no-such-model <&- >&-'
     done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: unknown model")
-    script = "import sys; sys.stdin = sys.stdout = None; from jaxinfer.cli import main, sys; main(['pull', 'x']);"
+    script = "import sys; sys.stdin = sys.stdout = None; from jaxinfer.cli import main; main(['pull', 'x']);"
     script += "assert not sys.stdin.read() and not sys.stdout.write('')"
     subprocess.run([sys.executable, "-c", script], check=True, stderr=subprocess.DEVNULL)
 

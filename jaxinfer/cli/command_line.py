@@ -24,7 +24,7 @@ _COMMANDS = {
     "pull": "fetch a model into the cache and print its path",
     "bench": "serve a workload with the engine and print latencies, rates and memory use",
     "spec-bench": "measure what a draft gains on some prompts: speed-up, acceptance by position, time of a step",
-    "info": "print a model's configuration, size, memory and tokenizer, without reading its weights",
+    "info": "print a model's configuration, size, memory and tokenizer, and whether its tensors fit; reads no weights",
 }
 
 
