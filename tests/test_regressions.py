@@ -236,12 +236,12 @@ def test_a_stop_string_completed_by_the_flush_is_a_stop():
 
 def test_planning_ten_thousand_rows_takes_no_time():
     """Once quadratic twice over: half a minute for one batch of 16384."""
-    start = time.perf_counter()
+    start = time.process_time()
     groups = plan_prefill([1 + row % 7 for row in range(4096)], Limits(512, 1024, 4))
     requests = requests_for(ABC, [[0]], SamplingParams(max_tokens=1, n=10_000))
     (batch,) = _groups(ABC, requests, 10_000)
     assert sum(len(group.rows) for group in groups) == 4096 and len(batch) == 10_000
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_a_table_of_the_whole_vocabulary_takes_no_time():

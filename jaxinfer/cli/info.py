@@ -131,7 +131,10 @@ def _lines(facts: dict[str, Any]) -> Iterable[str]:
             ("chat template", "yes" if tokenizer["chat_template"] else "no"),
         ]
     yield from _section("tokenizer", rows)
-    rows = [(dtype, f"{file['tensors']} tensors, {_size(file['bytes'])}") for dtype, file in facts["file"].items()]
+    rows = [
+        (dtype, f"{file['tensors']:,} {'tensor' if file['tensors'] == 1 else 'tensors'}, {_size(file['bytes'])}")
+        for dtype, file in facts["file"].items()
+    ]
     check = facts["check"]
     if check is not None:
         counts = [f"{count} {name}" for name, count in check.items() if name != "problem" and count]
