@@ -73,7 +73,7 @@ def load(name: str, weights: Weights, kv: str | None) -> ji.Model:
 
 
 def bytes_per_step(model: ji.Model, batch: int, context: float) -> float:
-    """Bytes a decode step must read: every weight once, of an embedding that is not the head a few rows, and the cache."""
+    """Bytes a decode step must read: every weight once (of an embedding that is no head a few rows), and the cache."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     if model.params.lm_head is not None:
         weights -= model.params.embed_tokens.nbytes

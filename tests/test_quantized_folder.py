@@ -98,6 +98,8 @@ def test_a_fused_weight_of_different_kinds_is_stacked(tmp_path: pathlib.Path) ->
     config = case.config | {"quantization_config": checkpoints_of.GPTQ | {"dynamic": {"-:.*v_proj": {}}}}
     model = load(case.rewrite(tensors, config), dtype="float32", packed=True, progress=False)
     layer = model.params.layers[0]
+    assert isinstance(layer.qkv, StackedOutputs)
+    assert isinstance(layer.gate_up, StackedOutputs)
     assert [type(part) for part in layer.qkv.parts] == [PackedInt4, type(jnp.zeros(1))]
     assert layer.qkv.parts[0].shape == (96, 64)
     assert [isinstance(part, PackedInt4) for part in layer.gate_up.parts] == [True, False]
@@ -244,12 +246,17 @@ def test_modules_left_out_are_read_as_they_are(tmp_path: pathlib.Path, caplog) -
     assert re.search(r"1 weights are quantised, though it excepts them, such as .*q_proj.weight", named)
 
 
-def test_a_quantised_head_is_decoded(tmp_path: pathlib.Path) -> None:
-    case = checkpoints_of.make("gptq", tmp_path)
-    parts, values = checkpoints_of.gptq(4, 1)(np.random.default_rng(9), checkpoints_of.VOCAB, checkpoints_of.HIDDEN)
+@pytest.mark.parametrize(("name", "kind"), [("gptq", PackedInt4), ("fp8 channel", ScaledCodes)])
+def test_a_quantised_head(name: str, kind: type, tmp_path: pathlib.Path) -> None:
+    """Decoded, or packed as the layers' weights are."""
+    case = checkpoints_of.make(name, tmp_path)
+    parts, values = FORMATS[name][0](np.random.default_rng(9), checkpoints_of.VOCAB, checkpoints_of.HIDDEN)
     tensors = {name: array for name, array in case.tensors.items() if name != "lm_head.weight"}
-    params = load_params(case.rewrite(tensors | {f"lm_head.{part}": array for part, array in parts.items()}))
-    np.testing.assert_array_equal(params.lm_head, values)
+    folder = case.rewrite(tensors | {f"lm_head.{part}": array for part, array in parts.items()})
+    decoded, packed = (load(folder, dtype="float32", packed=packed, progress=False) for packed in (False, True))
+    np.testing.assert_array_equal(decoded.params.lm_head, values)
+    assert isinstance(packed.params.lm_head, kind)
+    np.testing.assert_allclose(logits(packed, TOKENS), logits(decoded, TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_prefixes_of_a_text_model_inside_another(tmp_path: pathlib.Path) -> None:
