@@ -1,0 +1,61 @@
+"""Products of 8-bit codes as XLA compiles them for an H200: the weight is read as it is, and no copy of it is made.
+
+Opt-in: runs where the CUDA build of JAX is installed (`pip install 'jax[cuda13]'`), with or without a GPU.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from test_compiled_for_cuda import H200
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="needs the CUDA build of JAX (jax[cuda13]) to compile for a GPU",
+)
+
+OUT, IN = 32768, 4096
+
+# A process of its own: the device is pretended.
+COMPILE = """
+import json, os, sys
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jaxinfer.layers.linear import linear
+from jaxinfer.layers.weights import ScaledCodes
+
+topology = topologies.get_topology_desc(platform="cuda", target_config=sys.stdin.read(), topology="1x1x1")
+mesh = jax.sharding.Mesh(np.array(topology.devices), ("x",))
+placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+jax.default_backend = lambda: "gpu"
+dtype, out_features, in_features = sys.argv[1], *map(int, sys.argv[2:])
+
+def array(*shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+
+weight = ScaledCodes(array(out_features, in_features, dtype=dtype), array(out_features, dtype=jnp.float32))
+head = jax.jit(lambda x, weight: linear(x, weight, out_dtype=jnp.float32))
+scratch = {}
+for rows in (1, 16, 64, 256):
+    compiled = head.lower(array(rows, in_features, dtype=jnp.bfloat16), weight).compile()
+    scratch[rows] = compiled.memory_analysis().temp_size_in_bytes
+print(json.dumps(scratch))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_no_copy_of_the_weight_is_made(dtype: str) -> None:
+    """Converted to bfloat16 it would take 268 MB; the largest product is 34 MB, which several parts may have to add."""
+    command = [sys.executable, "-c", COMPILE, dtype, str(OUT), str(IN)]
+    result = subprocess.run(
+        command, input=H200, capture_output=True, text=True, timeout=300, check=False, env=os.environ
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    scratch = json.loads(result.stdout.splitlines()[-1])
+    assert len(scratch) == 4
+    assert all(size < OUT * IN / 2 for size in scratch.values()), scratch
