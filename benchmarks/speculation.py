@@ -12,7 +12,7 @@ import argparse
 import pathlib
 
 import jaxinfer as ji
-from benchmarks.decode import load, prompts
+from benchmarks.decode import load, prompts, weights_of
 from benchmarks.harness import Recorder
 from jaxinfer.speculative.comparison import Comparison, Run, compare, first_differences, measure_plain
 from jaxinfer.speculative.lossy import SyntheticAcceptance
@@ -93,8 +93,8 @@ def record(recorder: Recorder, case: dict[str, object], found: Comparison, extra
 
 def machinery(recorder: Recorder, options: argparse.Namespace) -> None:
     """Target and draft of given shapes, acceptance by chance. The target's and the draft's own steps are timed too."""
-    target = load(options.target, options.dtype, options.int4, options.kv)
-    small = None if options.draft is None else load(options.draft, options.dtype, options.int4, options.kv)
+    target = load(options.target, weights_of(options.target, options), options.kv)
+    small = None if options.draft is None else load(options.draft, weights_of(options.draft, options), options.kv)
     for batch in options.batch:
         ids = prompts(target, batch, options.prompt)
         params = ji.SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)
@@ -187,6 +187,7 @@ def main() -> None:
     synthetic.add_argument("--acceptance", type=float, default=0.8)
     synthetic.add_argument("--batch", type=int, nargs="+", default=[1])
     synthetic.add_argument("--prompt", type=int, default=128)
+    synthetic.set_defaults(quantize=None, head=None)
     real = commands.add_parser("text")
     real.add_argument("--model", default="smollm2-135m-instruct")
     real.add_argument("--single", action="store_true", help="each prompt in a batch of its own")
