@@ -62,7 +62,12 @@ class Model:
     def __repr__(self) -> str:
         """One line: a notebook cell that ends in a model must not print its weights."""
         millions = self.num_parameters / 1e6
-        return f"Model({self.name!r}, {self.config.model_type}, {millions:,.1f} million parameters, {self.dtype})"
+        megabytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params)) / 1e6
+        cache = "" if self.cache_dtype == self.dtype else f", cache {self.cache_dtype}"
+        return (
+            f"Model({self.name!r}, {self.config.model_type}, {millions:,.1f} million parameters "
+            f"in {megabytes:,.1f} MB, {self.dtype}{cache})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

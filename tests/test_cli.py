@@ -13,8 +13,9 @@ import pytest
 import safetensors.numpy
 
 import jaxinfer.cli
-from jaxinfer.cli import command_line
+from jaxinfer.cli import command_line, generate
 from jaxinfer.cli import options as cli_options
+from jaxinfer.layers.weights import ScaledCodes
 from jaxinfer.outputs import Delta
 from jaxinfer.sampling_params import SamplingParams
 
@@ -136,6 +137,25 @@ def test_one_completion_is_streamed_with_its_figures_on_standard_error(run, fold
     assert (code, out) == (0, "BCDEFG\n")
     assert err.startswith("[4 tokens, first after ")
     assert run("generate", folder, "--prompt", "A", "--quiet", *GREEDY) == (0, "BCDEFG\n", "")
+
+
+def test_weights_are_kept_as_asked(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def load(*arguments, **options):
+        seen.append(real(*arguments, **options))
+        return seen[-1]
+
+    real = generate.load
+    monkeypatch.setattr(generate, "load", load)
+    weights = ("--quantize", "int8", "--kv-dtype", "int8")
+    code, _, err = run("generate", folder, "--prompt", "A", "--max-tokens", "2", *weights)
+    assert code == 0, err
+    assert isinstance(seen[0].params.layers[0].down, ScaledCodes)
+    assert str(seen[0].cache_dtype) == "int8"
+    code, _, err = run("generate", folder, "--prompt", "A", "--quantize", "int5")
+    assert code == 2
+    assert "quantize='int5': expected int4" in err
 
 
 def test_several_completions_come_in_order_under_headings(run, folder: str) -> None:

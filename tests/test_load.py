@@ -470,4 +470,4 @@ def test_peak_memory_is_the_model_and_the_largest_tensor(tmp_path: pathlib.Path,
 
 def test_a_model_shows_itself_in_one_line():
     model = load(families.BY_NAME["llama"].folder, dtype="float32", progress=False)
-    assert re.fullmatch(r"Model\('.*llama', llama, 0\.\d million parameters, float32\)", repr(model))
+    assert re.fullmatch(r"Model\('.*llama', llama, 0\.\d million parameters in 0\.\d MB, float32\)", repr(model))

@@ -6,7 +6,7 @@ import sys
 
 from tqdm import tqdm
 
-from jaxinfer.cli.options import json_line
+from jaxinfer.cli.options import json_line, loading
 from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.workload import random_workload, read_workload, replay
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     )
     shown = sys.stderr.isatty() and not options.quiet
     random_weights = {} if options.random_weights is None else {"random_weights": options.random_weights}
-    model = load(options.model, dtype=options.dtype, progress=shown, **random_weights)
+    model = load(options.model, **loading(options), progress=shown, **random_weights)
     if options.workload is not None:
         arrivals = read_workload(options.workload, model, params)
     else:

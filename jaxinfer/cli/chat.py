@@ -5,7 +5,7 @@ import contextlib
 import sys
 from collections.abc import Generator
 
-from jaxinfer.cli.options import sampling_values
+from jaxinfer.cli.options import loading, sampling_values
 from jaxinfer.generation import stream
 from jaxinfer.model import load
 from jaxinfer.outputs import Delta
@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
     """Reads messages until there are no more. Bad input ends the program only where nobody sits before it."""
     params = SamplingParams.from_dict(sampling_values(options))
 
-    model = load(options.model, dtype=options.dtype, progress=sys.stderr.isatty())
+    model = load(options.model, **loading(options), progress=sys.stderr.isatty())
     if model.tokenizer is None:
         raise ValueError(f"{model.name} has no tokenizer, so nobody can talk to it; use `jaxinfer generate`")
     model.tokenizer.render_chat([{"role": "user", "content": "?"}])  # no template: say so before anything is typed

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import jaxinfer
 from jaxinfer.cli.bench_options import add_bench
-from jaxinfer.cli.options import Parser, add_model, add_sampling, integers
+from jaxinfer.cli.options import Parser, add_loading, add_model, add_sampling, integers
 from jaxinfer.cli.scoring_options import add_perplexity, add_score
 
 _COMMANDS = {
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(parser=command)
 
     generate = commands["generate"]
-    add_model(generate)
+    add_loading(generate)
     source = generate.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeat it for several")
     source.add_argument(
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add_sampling(generate)
 
     chat = commands["chat"]
-    add_model(chat)
+    add_loading(chat)
     chat.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
     add_sampling(chat, leave_out=("n", "logprobs", "prompt_logprobs"), defaults={"max_tokens": 1024})
 
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     pull.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
     bench = commands["spec-bench"]
-    add_model(bench)
+    add_loading(bench)
     bench.add_argument(
         "--draft",
         default="ngram",
@@ -92,17 +92,16 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--lossy", choices=("top-k", "typical", "kl"), help="accept more than is exact; what that costs is shown"
     )
-    bench.add_argument("--packed", action="store_true", help="keep 4-bit weights of a GGUF file packed")
     bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of which the fastest counts (3)")
     bench.add_argument("--json", action="store_true", help="print one JSON object for each k, nothing else")
     add_sampling(bench, leave_out=("logprobs", "prompt_logprobs"), defaults={"max_tokens": 128, "temperature": 0.0})
 
-    add_model(commands["score"])
+    add_loading(commands["score"])
     add_score(commands["score"])
-    add_model(commands["perplexity"])
+    add_loading(commands["perplexity"])
     add_perplexity(commands["perplexity"])
 
-    add_model(commands["bench"])
+    add_loading(commands["bench"])
     add_bench(commands["bench"])
 
     info = commands["info"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxinfer.cli.options import json_line, sampling_values
+from jaxinfer.cli.options import json_line, loading, sampling_values
 from jaxinfer.generation import generate, stream
 from jaxinfer.model import Model, load
 from jaxinfer.request import Prompt
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     ):
         raise ValueError("log-probabilities are only in the --json output; add --json")
 
-    model = load(options.model, dtype=options.dtype, progress=_shows_progress(options))
+    model = load(options.model, **loading(options), progress=_shows_progress(options))
     prompts = [_prompt(model, job, index) for index, job in enumerate(jobs)]
     params = [job.params for job in jobs]
     if options.json:

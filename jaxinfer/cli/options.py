@@ -52,6 +52,27 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default bfloat16 on a GPU, float32 on a CPU")
 
 
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """MODEL and everything that says how it is kept in memory; `loading` has the values."""
+    add_model(parser)
+    parser.add_argument(
+        "--quantize", metavar="PLAN", help="pack weights while loading: int4, int8, ..., or a .toml file"
+    )
+    parser.add_argument(
+        "--packed",
+        action=argparse.BooleanOptionalAction,
+        help="whether quantised weights of a file stay packed; by default where that is fast",
+    )
+    parser.add_argument(
+        "--kv-dtype", metavar="TYPE", help="of the cache: int8, float8_e4m3fn, int4, ...; default --dtype"
+    )
+
+
+def loading(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `jaxinfer.load` from the options of `add_loading`."""
+    return {name: getattr(options, name) for name in ("dtype", "quantize", "packed", "kv_dtype")}
+
+
 def add_sampling(
     parser: argparse.ArgumentParser,
     *,

@@ -6,7 +6,7 @@ import math
 import pathlib
 import sys
 
-from jaxinfer.cli.options import json_line
+from jaxinfer.cli.options import json_line, loading
 from jaxinfer.model import load
 from jaxinfer.scoring import perplexity
 
@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.file} is not UTF-8 ({error.reason} at byte {error.start})") from error
     progress = sys.stderr.isatty() and not options.quiet
-    model = load(options.model, dtype=options.dtype, progress=progress)
+    model = load(options.model, **loading(options), progress=progress)
     result = perplexity(model, text, window=options.window, stride=options.stride, progress=progress)
     if math.isnan(result.logprob):
         print("error: the model's logits are not finite for this text", file=sys.stderr)

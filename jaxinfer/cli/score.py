@@ -7,7 +7,7 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-from jaxinfer.cli.options import json_line
+from jaxinfer.cli.options import json_line, loading
 from jaxinfer.model import load
 from jaxinfer.request import Prompt
 from jaxinfer.scoring import score
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         pairs = list(_pairs(options.pairs_file))
     progress = sys.stderr.isatty() and not options.quiet
-    model = load(options.model, dtype=options.dtype, progress=progress)
+    model = load(options.model, **loading(options), progress=progress)
     scores = score(model, [prompt for prompt, _ in pairs], [text for _, text in pairs], progress=progress)
     failed = 0
     for index, result in enumerate(scores):

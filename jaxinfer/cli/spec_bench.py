@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxinfer.cli.options import json_line, sampling_values
+from jaxinfer.cli.options import json_line, loading, sampling_values
 from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scoring import score
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     acceptance = Exact() if options.lossy is None else LOSSY[options.lossy]()
     for k in options.k:
         check_k(k, "spec-bench")
-    model = load(options.model, dtype=options.dtype, packed=options.packed)
+    model = load(options.model, **loading(options))
     prompts = [_prompt(model, text) for text in _texts(options)]
     drafts = [make_draft(model, options.draft, k) for k in options.k]
     plain = measure_plain(model, prompts, params, repeats=options.repeats)

@@ -123,7 +123,7 @@ class EngineMetrics:
                 f"pages                       {self.pages_owned} of {self.pages} owned, {self.pages_cached} cached",
                 f"device                      busy {self.busy_share:.1%} of {self.seconds:.1f} s, of which prefill "
                 f"{self.prefill_share:.1%}; decode rows {self.batch_occupancy:.1%} full",
-                f"compilations                {self.compilations} in {self.seconds_compiling:.1f} s of one core, "
+                f"compilations                {self.compilations} in {self.seconds_compiling:.1f} s of all threads, "
                 f"{self.compilations_after_warmup} after warm-up",
             ]
         )
