@@ -216,6 +216,12 @@ def _targeting(module: str, groups: Iterable[Any]) -> Iterator[Mapping[str, Any]
     yield from by_class
 
 
+MAX_REPETITIONS = 4
+"""`*`, `+` and `{` in a regular expression: a module's name is tried in as many nested loops."""
+_REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
+_REPETITION = re.compile(r"(?<!\\)[*+{]")
+
+
 def _matches(pattern: str, module: str) -> bool:
     """Whether a pattern is a module's name, a part of it, or that of one around it, with or without prefixes.
 
@@ -224,6 +230,11 @@ def _matches(pattern: str, module: str) -> bool:
     """
     names = {module, _without_prefix(module)}
     if pattern.startswith("re:"):
+        if _REPEATED_GROUP.search(pattern) or len(_REPETITION.findall(pattern)) > MAX_REPETITIONS:
+            raise CheckpointError(
+                f"quantization_config has the pattern {reprlib.repr(pattern)}, which repeats a group or has more than "
+                f"{MAX_REPETITIONS} repetitions: matching it could take for ever; write it without them"
+            )
         try:
             expression = re.compile(pattern[3:])
         except (re.error, RecursionError, OverflowError):

@@ -110,7 +110,11 @@ def perplexity(
         done = end
     scores = [score for _, score in scored_pairs(model, pairs, progress=progress)]
     total, count = math.fsum(score.logprob for score in scores), len(tokens) - 1
-    return Perplexity(perplexity=math.exp(-total / count), logprob=total, num_tokens=count)
+    try:
+        result = math.exp(-total / count)
+    except OverflowError:
+        result = math.inf
+    return Perplexity(perplexity=result, logprob=total, num_tokens=count)
 
 
 def scored_pairs(model: Model, pairs: Sequence[TokenPair], *, progress: bool = False) -> Iterator[tuple[int, Score]]:

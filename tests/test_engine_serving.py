@@ -435,6 +435,8 @@ def test_closed_engine_refuses_and_has_freed_its_memory() -> None:
         next(stream)
     assert live_bytes() == before, "the pool or the state is still there"
     engine.close()
+    assert engine.step()[-1].finish_reason == "abort", "what closing ended is news"
+    assert not engine.has_work
     for call in (engine.step, engine.metrics, engine.warmup, lambda: engine.submit(*SHORT)):
         with pytest.raises(EngineClosed, match="the engine is closed; make a new one"):
             call()

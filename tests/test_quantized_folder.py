@@ -206,6 +206,12 @@ def test_lists_of_exceptions(pattern: str, module: str, matches: bool) -> None:
         assert Announcement({"quant_method": "fp8", key: [pattern]}, "config.json").ignores(module) == matches
 
 
+@pytest.mark.parametrize("pattern", ["re:(.+)+\\.nope", "re:(.*)*(.*)*x", "re:.*.*.*.*.*x", "re:(a|aa){1,}b"])
+def test_patterns_that_could_be_tried_for_ever_are_refused(pattern: str) -> None:
+    with pytest.raises(CheckpointError, match="could take for ever"):
+        Announcement({"quant_method": "fp8", "ignore": [pattern]}, "config.json").ignores("model.layers.0." + "a" * 60)
+
+
 def test_groups_of_compressed_tensors_are_found_by_name_then_by_class() -> None:
     settings = checkpoints_of.compressed("pack-quantized", num_bits=4, group_size=32, strategy="group")
     settings["config_groups"]["group_1"] = {

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import markov
 import numpy as np
 import pytest
+from families import BY_NAME
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,12 +18,13 @@ from jaxinfer.cli import main
 from jaxinfer.config import ModelConfig
 from jaxinfer.generation import generate
 from jaxinfer.kv_cache import PagedKVCache
-from jaxinfer.model import Model
+from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_state import SamplerVariant
 from jaxinfer.speculative.acceptance import Proposal
 from jaxinfer.speculative.compatibility import expected_acceptance
 from jaxinfer.speculative.lossy import LossyTopK
+from jaxinfer.speculative.model_draft import ModelDraft
 from jaxinfer.speculative.ngram import NgramDraft, lookup
 from jaxinfer.speculative.null_draft import NullDraft
 from jaxinfer.speculative.policy import (
@@ -35,7 +37,7 @@ from jaxinfer.speculative.policy import (
 )
 from jaxinfer.speculative.proposer import Draft, Rows, fit_vocabulary
 from jaxinfer.speculative.report import SpeculationReport
-from jaxinfer.speculative.self_draft import round_to_nearest
+from jaxinfer.speculative.self_draft import SelfDraft, round_to_nearest
 from jaxinfer.speculative.speculation import Speculation
 from pallas_kernels.int4_matmul import dequantize
 
@@ -306,3 +308,13 @@ def test_spec_bench_prints_the_comparison(tmp_path, capsys: pytest.CaptureFixtur
 def test_lossy_acceptance_is_announced(caplog: pytest.LogCaptureFixture):
     Speculation(NgramDraft(), acceptance=LossyTopK())
     assert "is not exact: outputs are not those of the target alone" in caplog.text
+
+
+@pytest.mark.parametrize("plan", ["int8", "seed-mixed"])
+def test_weights_of_8_bits_draft_and_are_drafted_for(plan: str) -> None:
+    """They are no arrays: neither packing again nor saying how they are stored may ask them for a dtype."""
+    model = load(BY_NAME["llama"].folder, dtype="float32", quantize=plan)
+    greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    plain = generate(model, [[1, 2, 3]], greedy)[0].token_ids
+    for draft in (NgramDraft(k=2), SelfDraft(model, k=2), ModelDraft(model, k=2)):
+        assert generate(model, [[1, 2, 3]], greedy, draft=draft)[0].token_ids == plain

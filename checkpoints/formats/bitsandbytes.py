@@ -51,7 +51,7 @@ def read_state(content: np.ndarray, where: str) -> State:
     if block is None or not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)):
         raise CheckpointError(f"{problem}: it has no blocksize or no shape of two axes; download the file again")
     offset = state.get("nested_offset", 0.0)
-    if not isinstance(offset, int | float):
+    if type(offset) not in (int, float) or not -(2.0**127) < offset < 2.0**127:
         raise CheckpointError(f"{problem}: nested_offset is no number; download the file again")
     return State((size[0], size[1]), block, number("nested_blocksize"), float(offset))
 

@@ -24,7 +24,10 @@ def run(options: argparse.Namespace) -> int:
         print("error: the model's logits are not finite for this text", file=sys.stderr)
         return 1
     if options.json:
-        print(json_line(dataclasses.asdict(result)))
+        record = dataclasses.asdict(result)
+        if math.isinf(result.perplexity):  # JSON has no such number
+            record["perplexity"] = None
+        print(json_line(record))
     else:
         print(f"perplexity {result.perplexity:.4f} ({result.num_tokens} tokens, log-likelihood {result.logprob:.2f})")
     return 0

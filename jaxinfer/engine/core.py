@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import itertools
 import logging
-import threading
 import time
 import typing
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from jaxinfer.engine.config import EngineConfig, Settings, settle
 from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError, RequestTooLong
 from jaxinfer.engine.layout import SamplerLayout
+from jaxinfer.engine.lock import FairLock
 from jaxinfer.engine.metrics import Clock, Meter
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
@@ -63,7 +63,7 @@ class EngineCore:
         self.settings: Settings = settle(self.config, model)
         self._model: Model | None = model
         self._runner: Runner | None = Runner(model, self.settings)
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._meter = Meter()
         self._jobs: dict[str, Job] = {}
         """Unfinished requests, in order of arrival."""

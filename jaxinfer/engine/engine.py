@@ -74,7 +74,8 @@ class Engine(EngineCore):
         (an interrupt, memory running out) leaves the engine usable: unfinished requests are computed again.
         """
         with self._lock:
-            self._advance()
+            if self._model is not None or not self._news:  # what `close` ended is news too
+                self._advance()
             news, self._news = self._news, []
             return news
 
@@ -113,7 +114,8 @@ class Engine(EngineCore):
                 unfinished = list(jobs)
                 while unfinished:
                     with self._lock:
-                        self._advance()
+                        if not all(job.finished for job in unfinished):  # by another thread's rounds, or by `close`
+                            self._advance()
                     seconds = time.perf_counter() - start
                     prefill = (self._meter.prompt_tokens - before[0]) / seconds
                     decode = (self._meter.output_tokens - before[1]) / seconds

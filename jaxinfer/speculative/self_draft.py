@@ -79,7 +79,7 @@ def packed(layer: LayerParams) -> LayerParams:
 
 
 def _packed_weight(weight: Weight) -> Weight:
-    return weight if isinstance(weight, PackedInt4) else device_layout(round_to_nearest(weight))
+    return device_layout(round_to_nearest(weight)) if isinstance(weight, jax.Array) else weight
 
 
 @jax.jit

@@ -3,6 +3,7 @@
 import logging
 import threading
 
+from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs, Weight
 from jaxinfer.model import Model
 from jaxinfer.speculative.acceptance import Acceptance, Exact
 from jaxinfer.speculative.policy import Adaptive, Policy
@@ -69,7 +70,17 @@ def quantisation(params: object) -> str:
     layers = getattr(params, "layers", [])
     if not layers:
         return "none"
-    weight = layers[0].down
-    if isinstance(weight, PackedInt4):
-        return f"4 bits, {weight.kind}, groups of {weight.group_size}"
+    return _stored(layers[0].down)
+
+
+def _stored(weight: Weight) -> str:
+    match weight:
+        case PackedInt4():
+            return f"4 bits, {weight.kind}, groups of {weight.group_size}"
+        case PermutedInputs():
+            return _stored(weight.weight)
+        case StackedOutputs():
+            return " and ".join(dict.fromkeys(_stored(part) for part in weight.parts))
+        case ScaledCodes():
+            return f"8 bits, {weight.codes.dtype}"
     return str(weight.dtype)
