@@ -137,11 +137,11 @@ class SimulatedInt4Warp(SimulatedWarp):
         keep = np.ones(32, bool) if predicate is None else predicate
         return super().load_words(ref, offset + constant, count, keep)
 
-    def shared_words(self, address: np.ndarray, constant: int = 0, count: int = 4) -> tuple[np.ndarray, ...]:
+    def shared_words(self, address: np.ndarray, constant: int = 0) -> tuple[np.ndarray, ...]:
         address = address + constant
-        assert (address % (4 * count) == 0).all(), "unaligned shared read"
+        assert (address % 16 == 0).all(), "unaligned shared read"
         words = self.bytes.view(np.int32)
-        return tuple(words[address // 4 + i] for i in range(count))
+        return tuple(words[address // 4 + i] for i in range(4))
 
     def shared_store(
         self, address: np.ndarray, value: np.ndarray, predicate: np.ndarray | None = None, constant: int = 0

@@ -191,12 +191,11 @@ class Int4Warp:
         self._emit("@$2 st.global.b16 [$0], $1;", "l,h,b", self._pointer(ref, offset, 2), half, predicate.ir)
 
     # Shared memory
-    def shared_words(self, address: Value, constant: int = 0, count: int = 4) -> Words:
-        """Two or four words from `address + constant`, a multiple of as many bytes, on."""
-        results = ", ".join(f"${i}" for i in range(count))
-        ptx = f"ld.shared.v{count}.b32 {{{results}}}, [${count} + {constant}];"
+    def shared_words(self, address: Value, constant: int = 0) -> Words:
+        """Four words from `address + constant`, a multiple of 16, on."""
+        ptx = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {constant}];"
         pointer = arith.addi(self._scratch, address.ir)
-        got = mgpu_utils.inline_ptx(ptx, pointer, result_types=[_int(32)] * count, has_side_effects=True)
+        got = mgpu_utils.inline_ptx(ptx, pointer, result_types=[_int(32)] * 4, has_side_effects=True)
         return tuple(Value(v) for v in got)
 
     def shared_number(self, address: Value, constant: int = 0) -> Value:
