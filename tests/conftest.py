@@ -1,6 +1,9 @@
 """Test settings: shapes checked at run time, strict dtypes and ranks, a fixed number of CPU devices."""
 
+import gc
 import os
+import pathlib
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", os.environ.get("JAXINFER_TEST_PLATFORM", "cpu"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,3 +33,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+MOST_MAPPINGS = 20_000
+"""A process may have 65,530 mappings on Linux; every compiled program takes several, and at the limit LLVM crashes."""
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forgets compiled programs before there are too many: a worker compiles thousands of them."""
+    maps = pathlib.Path("/proc/self/maps")
+    if nextitem is None or nextitem.path == item.path or not maps.exists():
+        return
+    if maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        programs = sys.modules.get("jaxinfer.engine.programs")
+        if programs is not None:
+            programs._SHARED.clear()
+        gc.collect()
