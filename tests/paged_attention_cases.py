@@ -196,6 +196,13 @@ def attention(case: Case, q: np.ndarray, arrays: Arrays) -> tuple[np.ndarray, np
 
 def decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, ...]:
     """float64 output of the decode op, and the pools (and scales) after it."""
+    q, after = appended(case, arrays)
+    out, _ = attention(case, q[:, None], after)
+    return out.reshape(case.batch, -1), *after.pools
+
+
+def appended(case: Case, arrays: Arrays) -> tuple[np.ndarray, Arrays]:
+    """The new tokens' queries as they attend, and the arrays with their keys and values in the pools."""
     dtype = arrays.qkv.dtype
     heads = arrays.qkv.reshape(case.batch, -1, case.head_dim)
     q, k, v = np.split(heads, [case.q_heads, case.q_heads + case.kv_heads], axis=1)
@@ -217,9 +224,7 @@ def decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, ...]:
             for pool, x in zip(pools, new, strict=True):
                 pool[page, :, offset] = x[row]
     k_pages, v_pages, *scales = pools
-    after = dataclasses.replace(arrays, k_pages=k_pages, v_pages=v_pages, scales=tuple(scales) or None)
-    out, _ = attention(case, q[:, None], after)
-    return out.reshape(case.batch, -1), *pools
+    return q, dataclasses.replace(arrays, k_pages=k_pages, v_pages=v_pages, scales=tuple(scales) or None)
 
 
 def _rotate(x: np.ndarray, case: Case, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -252,8 +257,11 @@ def simulate(case: Case, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
-def simulate_decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, ...]:
-    """Runs `decode_mosaic.decode` in NumPy; returns output and the pools (and scales), which it wrote in copies."""
+def simulate_decode(case: Case, arrays: Arrays, lse: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+    """Runs `decode_mosaic.decode` in NumPy; returns output and the pools (and scales), which it wrote in copies.
+
+    Fills `lse`, float32 [batch * q_heads], if it is given.
+    """
     plan = case.decode_plan()
     out = np.full((case.batch, case.q_heads * case.head_dim), np.nan, BF16)
     pools = [pool.copy() for pool in arrays.pools]
@@ -268,7 +276,7 @@ def simulate_decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, ...]:
         sin=sin,
         q_norm=q_norm,
         k_norm=k_norm,
-        outputs=Outputs(_bytes(out), None, arrays.sinks),
+        outputs=Outputs(_bytes(out), lse, arrays.sinks),
     )
     _run_grid(plan.attention, plan.smem_bytes, lambda w, *indices: decode_mosaic.decode(w, plan, args, *indices))
     return out, *pools

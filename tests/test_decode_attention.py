@@ -39,7 +39,7 @@ def make(case: Case, dtype=cases.BF16) -> cases.Arrays:
     return cases.make(case, dtype, stored=tuple(max(0, length - 1) for length in case.lengths))
 
 
-def call(case: Case, arrays: cases.Arrays, backend=None) -> list[np.ndarray]:
+def call(case: Case, arrays: cases.Arrays, backend=None, return_lse=False) -> list[np.ndarray]:
     def run(inputs, rope, norms, sinks, scales):
         k_scales, v_scales = scales or (None, None)
         return decode_attention(
@@ -56,6 +56,7 @@ def call(case: Case, arrays: cases.Arrays, backend=None) -> list[np.ndarray]:
             sinks=sinks,
             k_scales=k_scales,
             v_scales=v_scales,
+            return_lse=return_lse,
             backend=backend,
         )
 
@@ -154,16 +155,37 @@ def test_equals_the_ops_one_after_the_other():
         np.testing.assert_array_equal(bits(got), bits(np.asarray(expected)))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_lowers_for_cuda_in_place(case):
+LSE_CASES = [CASES[0], CASES[1], CASES[9], CASES[10], CASES[14]]
+"""An idle row; a norm and a cluster; soft-cap and sinks; codes of 8 and of 4 bits."""
+
+
+@pytest.mark.parametrize("case", LSE_CASES)
+def test_log_sum_exp_equals_float64(case):
+    """With `return_lse` the rest of the results is the same; an idle row has -inf, so that it weighs nothing."""
+    arrays = make(case)
+    queries, after = cases.appended(case, arrays)
+    want = cases.attention(case, queries[:, None], after)[1][:, 0]
+    out, lse, *pools = call(case, arrays, "reference", return_lse=True)
+    for got, expected in zip((out, *pools), call(case, arrays, "reference"), strict=True):
+        np.testing.assert_array_equal(bits(got), bits(expected))
+    simulated = np.full(case.batch * case.q_heads, np.nan, np.float32)
+    cases.simulate_decode(case, arrays, simulated)
+    for got in (lse, simulated.reshape(case.batch, case.q_heads)):
+        np.testing.assert_allclose(got, want, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("case", "return_lse"), [*((case, False) for case in CASES), (LSE_CASES[1], True), (LSE_CASES[3], True)]
+)
+def test_lowers_for_cuda_in_place(case, return_lse):
     plan, arrays = case.decode_plan(), make(case)
 
-    layers = functools.partial(decode_mosaic.decode_attention, plan=plan)
+    layers = functools.partial(decode_mosaic.decode_attention, plan=plan, return_lse=return_lse)
     inputs = (arrays.qkv, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths)
     text = cases.lower_for_cuda(layers, *inputs, arrays.rope, arrays.norms, arrays.sinks, arrays.scales)
     assert text.count("@mosaic_gpu_v2") == 1
     aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", text)
-    assert aliases == [(str(1 + i), str(3 + i)) for i in range(len(arrays.pools))]
+    assert aliases == [(str(1 + return_lse + i), str(3 + i)) for i in range(len(arrays.pools))]
 
 
 def test_equal_layers_share_one_kernel():

@@ -33,6 +33,7 @@ def decode_attention(
     sinks: Float[Array, " q_heads"] | None = None,
     k_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     v_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
+    return_lse: bool = False,
     backend: Literal["mosaic", "triton", "reference"] | None = None,
     explain: bool = False,
 ) -> Any:
@@ -56,9 +57,11 @@ def decode_attention(
       q_norm, k_norm: RMSNorm weights of the query and key heads (before the rotation), both or neither.
       norm_eps: added to the mean square.
       window, softcap, sinks, k_scales, v_scales, backend, explain: as in `paged_attention`.
+      return_lse: also return the float32 log-sum-exp [batch, num_q_heads], as `paged_attention` does.
 
     Returns:
-      (output [batch, num_q_heads * head_dim] in qkv's dtype, k_pages, v_pages), with scales (..., k_scales, v_scales).
+      (output [batch, num_q_heads * head_dim] in qkv's dtype, k_pages, v_pages), with scales (..., k_scales, v_scales);
+      the log-sum-exp, if asked for, comes second.
 
     Raises:
       ValueError: shapes or dtypes that no backend takes, or that the forced one does not.
@@ -94,6 +97,7 @@ def decode_attention(
             window=window,
             softcap=softcap,
             head_dim=head_dim,
+            return_lse=return_lse,
         )
     attention = plan_for(
         batch=qkv.shape[0],
@@ -111,7 +115,7 @@ def decode_attention(
     )
     plan = decode_mosaic.DecodePlan(attention, rotary_dim, interleaved, None if norms is None else norm_eps)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    return decode_mosaic.decode_attention(*arrays, sinks, scales, plan=plan)
+    return decode_mosaic.decode_attention(*arrays, sinks, scales, plan=plan, return_lse=return_lse)
 
 
 def _head_dim(qkv: jax.Array, k_pages: jax.Array, num_q_heads: int) -> int:

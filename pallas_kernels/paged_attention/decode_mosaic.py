@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.merge import Outputs, Place, merge
 from pallas_kernels.paged_attention.mosaic import launch
@@ -53,7 +54,7 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
 
 
 # Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
-@functools.partial(jax.jit, static_argnames="plan")
+@functools.partial(jax.jit, static_argnames=("plan", "return_lse"))
 def decode_attention(
     qkv: jax.Array,
     k_pages: jax.Array,
@@ -66,22 +67,28 @@ def decode_attention(
     scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     plan: DecodePlan,
+    return_lse: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernel: output [B, Hq * D], pools and scales, updated in place where the caller gives them up."""
+    """Runs the kernel: output [B, Hq * D], pools and scales, updated in place where the caller gives them up.
+
+    With `return_lse` the float32 log-sum-exp [B, Hq] follows the output.
+    """
     attention = plan.attention
     pools = [jax.new_ref(pool) for pool in (k_pages, v_pages, *(scales or ()))]
     operands = [qkv, page_table, positions, *pools]
     operands += [*(rope or ()), *(norms or ()), *(() if sinks is None else (sinks,))]
     out_type = [jax.ShapeDtypeStruct((attention.batch, attention.q_heads * attention.head_dim), qkv.dtype)]
+    if return_lse:
+        out_type.append(jax.ShapeDtypeStruct((attention.batch, attention.q_heads), jnp.float32))
 
     def program(w: Warp, inputs: list[Any], outs: list[Any], *indices: Any) -> None:
         rest = iter(inputs[3 + len(pools) :])
         cos, sin = (next(rest), next(rest)) if rope else (None, None)
         q_norm, k_norm = (next(rest), next(rest)) if norms else (None, None)
-        outputs = Outputs(outs[0], None, next(rest) if sinks is not None else None)
+        outputs = Outputs(outs[0], outs[1] if return_lse else None, next(rest) if sinks is not None else None)
         stored = Pools(*inputs[3 : 3 + len(pools)])
         args = Arguments(inputs[0], stored, inputs[1], inputs[2], cos, sin, q_norm, k_norm, outputs)
         decode(w, plan, args, *indices)
 
     outs = launch(program, attention, operands, out_type, plan.smem_bytes, "decode_attention")
-    return outs[0], *[jax.freeze(pool) for pool in pools]
+    return *outs, *[jax.freeze(pool) for pool in pools]

@@ -30,11 +30,13 @@ def decode_attention(
     window: int | None,
     softcap: float | None,
     head_dim: int,
+    return_lse: bool = False,
     attend: Callable[..., Any] = reference.paged_attention,
 ) -> tuple[Array, ...]:
     """Norm, RoPE, append, attention, each rounded to qkv's dtype; the output, then the pools, then their scales.
 
-    `attend` is the attention, called as the reference is.
+    With `return_lse` the log-sum-exp [batch, q_heads] follows the output. `attend` is the attention, called as the
+    reference is.
     """
     num_pages, kv_heads, page_size, _ = k_pages.shape
     heads = qkv.reshape(qkv.shape[0], -1, head_dim)
@@ -59,8 +61,8 @@ def decode_attention(
     if scales is not None:
         scales = (stored[2], stored[3])
     attended = (q[:, None], stored[0], stored[1], page_table, positions + 1, sinks, scales)
-    out, _ = attend(*attended, scale=scale, window=window, softcap=softcap)
-    return out.reshape(qkv.shape[0], num_q_heads * head_dim), *stored
+    out, lse = attend(*attended, scale=scale, window=window, softcap=softcap)
+    return out.reshape(qkv.shape[0], num_q_heads * head_dim), *([lse[:, 0]] if return_lse else []), *stored
 
 
 def rms_norm(
