@@ -200,6 +200,12 @@ class SimulatedWideWarp(SimulatedInt4Warp):
                 assert start % 16 == 0, "unaligned shared write"
                 self.bytes[start : start + 16] = np.ascontiguousarray(halves[:, column]).view(np.uint8)
 
+    def send(self, address: np.ndarray, numbers: Sequence[np.ndarray], block: np.ndarray) -> None:
+        assert (address % 16 == 0).all(), "unaligned shared write"
+        for lane in range(32):
+            target = self.cluster.smem[block[lane]].view(np.float32)
+            target[address[lane] // 4 : address[lane] // 4 + 4] = [number[lane] for number in numbers]
+
     def warpgroup_barrier(self) -> None:
         self.barriers.together(self.block, int(self.warp[0]) // 4).wait()
 
@@ -278,14 +284,14 @@ class SimulatedWideWarp(SimulatedInt4Warp):
 
 
 def simulate(x: np.ndarray, weight: PackedInt4, schedule: WideSchedule, out_dtype: str = "float32") -> np.ndarray:
-    """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
+    """What the kernel returns for x [rows, in_features] (bfloat16): [rows, out_features]."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
-    out = np.full(schedule.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
+    out = np.full(plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
     image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
     arguments = _arguments(weight, image, out, out_dtype)
     for cluster in range(plan.clusters):
         _run_cluster(plan, arguments, cluster)
-    return out.reshape(schedule.slices, plan.rows, plan.out_features)
+    return out.reshape(plan.rows, plan.out_features)
 
 
 def simulate_dequantize(weight: PackedInt4) -> np.ndarray:
@@ -334,4 +340,4 @@ def _run_cluster(plan: WidePlan, arguments: Any, cluster: int) -> None:
         wide.multiply(w, plan, arguments, w.integer(cluster), w.integer(rank))
 
     warps = plan.consumer_warps + 4
-    run_cluster(plan.schedule.cluster, warps, plan.shared_bytes, program)
+    run_cluster(plan.cluster_blocks, warps, plan.shared_bytes, program)

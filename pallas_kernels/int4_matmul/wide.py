@@ -17,7 +17,6 @@ docs/kernels.md has the layout, the reasons and the measurements.
 """
 
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -30,24 +29,28 @@ from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights
 from pallas_kernels.int4_matmul.wide_arrange import arrange
-from pallas_kernels.int4_matmul.wide_plan import LINE, LINES, PRODUCERS, STAGE, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import LINE, LINES, PRODUCERS, STAGE, UNIT_BYTES, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 
-REGISTERS = {2: (40, 232), 3: (32, 160)}
+REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 """Of each fetching and each multiplying thread, by the number of multiplying warpgroups."""
 
 
 class Part:
     """The part of the product that a block works on: some features of some tokens over some of the stages."""
 
-    def __init__(self, plan: WidePlan, index: Any, rank: Any):
-        schedule = plan.schedule
-        self.token_tile, rest = index % plan.token_tiles, index // plan.token_tiles
-        self.slice, features = rest % schedule.slices, rest // schedule.slices
-        self.first_strip = (features * schedule.cluster + rank) * plan.block_strips
-        self.first_step = self.slice * plan.steps // schedule.slices
-        self.count = (self.slice + 1) * plan.steps // schedule.slices - self.first_step
+    def __init__(self, w: Any, plan: WidePlan, index: Any, rank: Any):
+        """The blocks of a cluster have neighbouring features, or slices of the inputs of the same."""
+        slices = plan.schedule.slices
+        self.token_tile, features = index % plan.token_tiles, index // plan.token_tiles
+        if slices > 1:
+            self.first_strip = features * plan.block_strips
+            self.first_step = rank * plan.steps // slices
+            self.count = (rank + 1) * plan.steps // slices - self.first_step
+        else:
+            self.first_strip = (features * plan.schedule.cluster + rank) * plan.block_strips
+            self.first_step, self.count = w.integer(0), w.integer(plan.steps)
 
 
 def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> None:
@@ -61,24 +64,41 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
         w.barrier_init(w.integer(plan.full_barriers + 8 * stage), PRODUCERS + 1, leader)
         w.barrier_init(w.integer(plan.empty_barriers + 8 * stage), plan.consumer_warps * schedule.cluster, leader)
     w.barriers_ready()
-    together = w.cluster_barrier if schedule.cluster > 1 else w.block_barrier
+    together = w.cluster_barrier if plan.cluster_blocks > 1 else w.block_barrier
     together()
     parts = (plan.parts + (plan.clusters - 1) - cluster) // plan.clusters
 
     def part(i: Any) -> Part:
-        return Part(plan, cluster + i * plan.clusters, rank)
+        return Part(w, plan, cluster + i * plan.clusters, rank)
 
     def produce() -> None:
         if schedule.warpgroups in REGISTERS:
             w.set_registers(REGISTERS[schedule.warpgroups][0], more=False)
         start = (w.integer(0), w.integer(1))  # the first time round, every slot is empty
-        w.loop(parts, start, lambda i, carry: fetch(w, plan, a, part(i), rank, carry))
+        if schedule.slices > 1:
+            fetch(w, plan, a, part(w.integer(0)), rank, start)
+            w.cluster_barrier()
+            w.cluster_barrier()
+        else:
+            w.loop(parts, start, lambda i, carry: fetch(w, plan, a, part(i), rank, carry))
 
     def consume() -> None:
         if schedule.warpgroups in REGISTERS:
             w.set_registers(REGISTERS[schedule.warpgroups][1], more=True)
         start = (w.integer(0), w.integer(0))
-        w.loop(parts, start, lambda i, carry: multiply_part(w, plan, a, part(i), carry))
+        if schedule.slices > 1:
+            only = part(w.integer(0))
+            add_slices(w, plan, a, only, rank, multiply_part(w, plan, a, only, start)[1])
+        else:
+            w.loop(parts, start, one_slice)
+
+    def one_slice(i: Any, carry: Any) -> Any:
+        now = part(i)
+        carry, sums = multiply_part(w, plan, a, now, carry)
+        write = store_lines if plan.by_lines and a.out_dtype != "float32" else store
+        for strip, values in sums:
+            write(w, plan, a, now, strip, values)
+        return carry
 
     w.when(w.warp < plan.consumer_warps, consume)
     w.when(w.integer(plan.consumer_warps) <= w.warp, produce)
@@ -99,6 +119,7 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
     leader = thread < 1
     ragged = plan.strips % (plan.block_strips * schedule.cluster) != 0
     share = plan.x_bytes // schedule.cluster
+    mine = rank * share if schedule.cluster > 1 else w.integer(0)
 
     def both(a: Any, b: Any) -> Any:
         return b if a is None else a if b is None else a & b
@@ -135,8 +156,8 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
         full = slot * 8 + plan.full_barriers
         w.barrier_wait(slot * 8 + plan.empty_barriers, parity)
         w.expect_bytes(full, plan.x_bytes, leader)
-        source = (part.token_tile * plan.steps + step) * plan.x_bytes + rank * share
-        w.copy_to_cluster(base + rank * share, a.x, source, share, full, schedule.cluster, leader)
+        source = (part.token_tile * plan.steps + step) * plan.x_bytes + mine
+        w.copy_to_cluster(base + mine, a.x, source, share, full, schedule.cluster, leader)
         words(step, base)
         rows(a.weights.scales, plan.scale_bytes, plan.scales_start, step, base)
         if plan.offset_bytes:
@@ -147,8 +168,8 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
     return w.loop(part.count, carry, stage)
 
 
-def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) -> Any:
-    """A multiplying warp's work for one part."""
+def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """A multiplying warp's work for one part: slot and parity, and its strips with their sums, see `store`."""
     schedule = plan.schedule
     sums, tiles = schedule.tokens // 2, range(schedule.tiles)
     # The warpgroup's tiles of 64 features follow each other; this warp has a strip of each.
@@ -215,18 +236,45 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
     slot, parity, before, *flat = stage(end, w.loop(end, start, stage), last=True)
     flat = w.wgmma_wait(0, flat)
     release(before, w.lane < 32)
-    write = store_lines if plan.by_lines and a.out_dtype != "float32" else store
-    for u in tiles:
-        write(w, plan, a, part, strip + 4 * u, flat[sums * u : sums * (u + 1)])
-    return slot, parity
+    return (slot, parity), [(strip + 4 * u, flat[sums * u : sums * (u + 1)]) for u in tiles]
 
 
-def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
-    """Writes one tile's sums: [token block of 8][row r, token; the next token; row r + 8, ...]."""
+def add_slices(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, tiles: list[tuple[Any, Any]]) -> None:
+    """Adds what the blocks of the cluster have, slice by slice, and writes it.
+
+    A unit is what a warp has of 8 tokens: 4 sums a lane. Each goes to the block that adds it, into the shared memory
+    where the stages were, [unit of the block, slice, lane, 16 bytes].
+    """
+    slices, token_blocks = plan.schedule.slices, plan.schedule.tokens // 8
+    place = rank * UNIT_BYTES + w.lane * 16
+    w.cluster_barrier()  # nobody reads stages any more
+    for strip, sums in tiles:
+        for block in range(token_blocks):
+            unit = strip * token_blocks + block
+            w.send(unit // slices * (slices * UNIT_BYTES) + place, sums[4 * block : 4 * block + 4], unit % slices)
+    w.cluster_barrier()
+
+    def add(i: Any, carry: Any) -> Any:
+        slot = i * plan.consumer_warps + w.warp
+        address = slot * (slices * UNIT_BYTES) + w.lane * 16
+        total = [w.as_float(word) for word in w.shared_words(address)]
+        for other in range(1, slices):
+            words = w.shared_words(address, other * UNIT_BYTES)
+            total = [value + w.as_float(word) for value, word in zip(total, words, strict=True)]
+        unit = slot * slices + rank
+        store(w, plan, a, part, unit // token_blocks, total, unit % token_blocks * 8)
+        return carry
+
+    units = (w.integer(plan.units + slices - 1) - rank) // slices  # units of this block
+    w.loop((units + (plan.consumer_warps - 1) - w.warp) // plan.consumer_warps, (), add)
+
+
+def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any, first_token: Any = 0) -> None:
+    """Writes sums of one strip: [token block of 8][row r, token; the next token; row r + 8, ...]."""
     tokens = plan.schedule.tokens
     feature = (part.first_strip + strip) * STRIP + w.lane // 4
-    token = part.token_tile * tokens + w.lane % 4 * 2
-    offset = (part.slice * plan.rows + token) * plan.out_features + feature
+    token = part.token_tile * tokens + w.lane % 4 * 2 + first_token
+    offset = token * plan.out_features + feature
     for i, value in enumerate(sums):
         next_token, next_feature = 8 * (i // 4) + i % 2, 8 * (i // 2 % 2)
         inside = feature + next_feature < plan.out_features
@@ -264,15 +312,7 @@ def store_lines(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, su
 @functools.partial(jax.jit, static_argnames=("schedule", "out_dtype"))
 def int4_matmul(x: jax.Array, weight: PackedInt4, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
     """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features]."""
-    partial = partial_sums(x, weight, schedule=schedule, out_dtype=out_dtype)
-    # Written as a chain of additions, XLA makes it part of the next elementwise operation.
-    return functools.reduce(operator.add, list(partial)).astype(out_dtype)
-
-
-def partial_sums(x: jax.Array, weight: PackedInt4, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
-    """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
-    dtype = jnp.dtype(jnp.float32) if schedule.slices > 1 else jnp.dtype(out_dtype)
     arrays = [weight.codes, weight.scales, *([] if weight.offsets is None else [weight.offsets]), arrange(x, plan)]
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -284,17 +324,21 @@ def partial_sums(x: jax.Array, weight: PackedInt4, *, schedule: WideSchedule, ou
             words, scales, *rest = inputs
             offsets = rest[0] if weight.offsets is not None else None
             arguments = arguments_of(
-                weight, weights=Weights(words, scales, offsets), x=rest[-1], out=out, out_dtype=str(dtype)
+                weight,
+                weights=Weights(words, scales, offsets),
+                x=rest[-1],
+                out=out,
+                out_dtype=str(jnp.dtype(out_dtype)),
             )
             w = WideWarp(shared)
             multiply(w, plan, arguments, w.scalar(cluster), w.scalar(rank))
 
-        emit(*refs, lax.axis_index("cluster"), lax.axis_index("rank") if schedule.cluster > 1 else jnp.int32(0))
+        emit(*refs, lax.axis_index("cluster"), lax.axis_index("rank") if plan.cluster_blocks > 1 else jnp.int32(0))
 
-    clusters = {"cluster": (schedule.cluster,), "cluster_names": ("rank",)} if schedule.cluster > 1 else {}
+    clusters = {"cluster": (plan.cluster_blocks,), "cluster_names": ("rank",)} if plan.cluster_blocks > 1 else {}
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((schedule.slices, plan.rows, plan.out_features), dtype),
+        out_type=jax.ShapeDtypeStruct((plan.rows, plan.out_features), out_dtype),
         grid=(plan.clusters,),
         grid_names=("cluster",),
         num_threads=schedule.warpgroups + PRODUCERS // 128,

@@ -11,6 +11,8 @@ LINE = 64 * 2 + 16
 """Bytes from one token to the next where sums become lines: 64 results, and room that puts tokens into other banks."""
 LINES = 64
 """Tokens whose results become lines at a time."""
+UNIT_BYTES = 32 * 16
+"""A warp's sums of 16 features and 8 tokens."""
 PRODUCERS = 128
 """Threads that fetch: one warpgroup."""
 
@@ -20,9 +22,12 @@ class WideSchedule:
     """What tuning chooses.
 
     A thread block computes `warpgroups` x `tiles` x 64 output features of `tokens` tokens (a multiple of 8, at most
-    256; `tiles` x `tokens` at most 256, for the sums are in registers) over one of `slices` slices of the inputs, then
-    goes on with another such part. Weights and x come `stages` x 128 inputs ahead. `cluster` (1, 2 or 4) blocks with
-    neighbouring features read x once for all. At most `blocks` blocks are launched: they should all be resident.
+    256; `tiles` x `tokens` at most 256, for the sums are in registers), then goes on with another such part. Weights
+    and x come `stages` x 128 inputs ahead. `cluster` (1, 2 or 4) blocks with neighbouring features read x once for all.
+    At most `blocks` blocks are launched: they should all be resident.
+
+    Where there are too few parts for that, `slices` blocks (at most 8) take a slice each of a part's inputs. They are
+    a cluster, in which they add their sums; each has one part, and `cluster` is 1.
     """
 
     tokens: int = 64
@@ -96,11 +101,22 @@ class WidePlan:
     @property
     def parts(self) -> int:
         """Parts of the whole product that the clusters share."""
-        return self.feature_parts * self.schedule.slices * self.token_tiles
+        return self.feature_parts * self.token_tiles
+
+    @property
+    def cluster_blocks(self) -> int:
+        return self.schedule.cluster * self.schedule.slices
 
     @property
     def clusters(self) -> int:
+        if self.schedule.slices > 1:
+            return self.parts
         return max(1, min(self.parts, self.schedule.blocks // self.schedule.cluster))
+
+    @property
+    def units(self) -> int:
+        """Blocks of 16 features and 8 tokens in a part."""
+        return self.block_strips * (self.schedule.tokens // 8)
 
     @property
     def consumer_warps(self) -> int:
@@ -145,7 +161,10 @@ class WidePlan:
 
     @property
     def full_barriers(self) -> int:
-        return self.schedule.stages * self.stage_bytes
+        """Behind the stages, and what they make room for: the sums of slices."""
+        slices = self.schedule.slices
+        sums = -(-self.units // slices) * slices * UNIT_BYTES if slices > 1 else 0
+        return max(self.schedule.stages * self.stage_bytes, sums)
 
     @property
     def empty_barriers(self) -> int:

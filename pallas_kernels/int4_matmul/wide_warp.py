@@ -162,6 +162,14 @@ class WideWarp(Int4Warp):
         ptx = f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0 + {constant}], {{$1, $2}};"
         self._emit(ptx, "r,r,r", self._shared(address), *[word.ir for word in words])
 
+    def send(self, address: Value, numbers: Sequence[Value], block: Value) -> None:
+        """Four float32 numbers to `address` of block `block` of the cluster, which may differ from lane to lane."""
+        ptx = (
+            "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, $1; "
+            "st.shared::cluster.v4.f32 [remote], {$2, $3, $4, $5}; }"
+        )
+        self._emit(ptx, "r,r,f,f,f,f", self._shared(address), block.ir, *[number.ir for number in numbers])
+
     def warpgroup_barrier(self) -> None:
         """Waits for the other warps of the warpgroup; they see what was written to shared memory."""
         mgpu_utils.warpgroup_barrier()
