@@ -1,7 +1,7 @@
 """The paged key-value cache: a pool of fixed-size pages that sequences own by number.
 
 Per layer there is one array for keys and one for values, [num_pages, kv_heads, page_size, head_dim], so that one
-(page, head) is one contiguous block. Page 0 is scratch: padding is written there and nobody reads it.
+(page, head) is one contiguous block. Page 0 is scratch: unused entries of a page table point there, and nobody reads it.
 
 A cache of int8, float8_e4m3fn or int4 holds codes, and one float32 scale for each token and head beside them
 (`pallas_kernels/paged_attention/formats.py`): 0.52 of bfloat16's bytes, or 0.27, for a head_dim of 128. New keys and
@@ -124,15 +124,22 @@ def append(
     """Writes new keys and values into their pages, in place when `cache` is donated.
 
     A token at position p of a row goes to page `page_table[row, p // page_size]`, offset `p % page_size`. A negative
-    position marks padding, which goes to the scratch page.
+    position marks padding, which is written nowhere, as is what a row's table sends to the scratch page.
     """
-    page_size = cache.page_size
+    num_pages, kv_heads, page_size, _ = cache.keys[layer].shape
     pages = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1, mode="clip")
-    pages = jnp.where(positions >= 0, pages, SCRATCH_PAGE)
     offsets = jnp.maximum(positions, 0) % page_size
+    heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, None, :]
+    places = (pages[:, :, None] * kv_heads + heads) * page_size + offsets[:, :, None]
+    written = (positions >= 0) & (pages != SCRATCH_PAGE)
+    places = jnp.where(written[:, :, None], places, num_pages * kv_heads * page_size)
 
     def write(pool: jax.Array, new: jax.Array) -> jax.Array:
-        return pool.at[pages, :, offsets].set(new.astype(pool.dtype), mode="drop")
+        # As rows of one matrix, each written once: otherwise XLA makes every 16-bit number an atomic update, which
+        # takes longer than all the rest of a small model's prefill.
+        rows = pool.reshape(-1, *pool.shape[3:])
+        new = new.astype(pool.dtype).reshape(-1, *pool.shape[3:])
+        return rows.at[places.reshape(-1)].set(new, mode="drop", unique_indices=True).reshape(pool.shape)
 
     pools, new = [cache.keys[layer], cache.values[layer]], [keys, values]
     if cache.format is not None:

@@ -1,7 +1,7 @@
 """The jitted programs: prefill, decode and verify. Pure functions; the cache is donated and updated in place.
 
 Each is compiled once for each combination of shapes and static arguments. Padding is harmless everywhere: a padded
-token writes to the scratch page and is masked in attention; a padded row gives logits that nobody reads.
+token is written nowhere and is masked in attention; a padded row gives logits that nobody reads.
 """
 
 import functools
