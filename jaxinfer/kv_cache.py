@@ -1,7 +1,7 @@
 """The paged key-value cache: a pool of fixed-size pages that sequences own by number.
 
 Per layer there is one array for keys and one for values, [num_pages, kv_heads, page_size, head_dim], so that one
-(page, head) is one contiguous block. Page 0 is scratch: unused entries of a page table point there, and nobody reads it.
+(page, head) is one contiguous block. Page 0 is scratch: a page table's unused entries point there, nobody reads it.
 
 A cache of int8, float8_e4m3fn or int4 holds codes, and one float32 scale for each token and head beside them
 (`pallas_kernels/paged_attention/formats.py`): 0.52 of bfloat16's bytes, or 0.27, for a head_dim of 128. New keys and
