@@ -137,6 +137,8 @@ class EngineCore:
         job = Job(request_id, requests, interactive, callback, mailbox)
         job.layout = SamplerLayout.required(requests[0].params, model.config)
         job.clocks = [Clock(time.perf_counter()) for _ in requests]
+        for request in requests:
+            request.request_id = request_id
         self._jobs[request_id] = job
         self._meter.submitted += len(requests)
         self._add_tracks(job)
@@ -220,7 +222,6 @@ class EngineCore:
 
     def _deliver(self, job: Job, index: int, delta: Delta) -> None:
         """Files the news of one completion, and calls the callback, whose failure ends this request only."""
-        delta = dataclasses.replace(delta, request_id=job.request_id)
         self._meter.add_tokens(job.clocks[index], len(delta.token_ids))
         if delta.finish_reason is not None:
             self._meter.add_finished(job.clocks[index], delta.finish_reason)

@@ -63,6 +63,10 @@ class TextStream:
         """Takes the next tokens and returns the text that is certain now, often empty."""
         if self._finished:
             raise ValueError("push after finish: a TextStream serves one request; make a new one for the next")
+        if not self.stop:  # nothing can match half-way: all at once
+            ids = list(map(int, token_ids))
+            self.num_tokens += len(ids)
+            return self._give(self._utf8.decode(self._tokenizer.decode_bytes(ids, self._skip_special_tokens)))
         delta = ""
         for token in map(int, token_ids):
             if self.stopped:
