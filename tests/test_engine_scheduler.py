@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.scheduler import MAX_SKIPS, Rules, Scheduler
-from jaxinfer.engine.sequence import Plan, Sequence, Status
+from jaxinfer.engine.sequence import Chunk, Plan, Sequence, Status
 
 RULES = Rules(
     page_size=4,
@@ -43,13 +43,16 @@ class Simulation:
     stalled: int = 0
     waits: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     plans: list[Plan] = dataclasses.field(default_factory=list)
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    """What decode chunks do from each round on, over and over; by default plain steps."""
 
     def submit(
         self, prompt: Many[int], max_tokens: int, stops_after: int = 10**9, group: int = -1, **options
     ) -> Sequence:
         group = len(self.lengths) if group < 0 else group
         sequence = Sequence(list(prompt), len(prompt), max_tokens, group, **options)
-        assert self.scheduler.fits(len(prompt) + max_tokens - 1)
+        spare = max((chunk.num_drafted for chunk in self.chunks), default=0)
+        assert self.scheduler.fits(len(prompt) + max_tokens - 1 + spare)
         self.scheduler.add(sequence)
         self.lengths[sequence] = min(stops_after, max_tokens)
         return sequence
@@ -72,9 +75,11 @@ class Simulation:
 
     def round(self) -> None:
         """Plans, dispatches, reads what the round before dispatched."""
-        scheduler, rules = self.scheduler, self.scheduler.rules
+        scheduler = self.scheduler
         waiting, running = list(scheduler.waiting), list(scheduler.running)
         was_ready = [sequence for sequence in running if sequence.wants_decode]
+        if self.chunks:
+            scheduler.chunk = self.chunks[len(self.plans) % len(self.chunks)]
         plan = scheduler.plan()
         self.plans.append(plan)
         self.check_plan(plan, waiting, running, was_ready)
@@ -96,12 +101,17 @@ class Simulation:
             self.check_readable(fork.child, fork.child.tokens)
             self.start(fork.child, dispatched)
         for sequence in plan.decode:
-            before = self.produced[sequence]
-            after = min(before + rules.decode_chunk, self.lengths[sequence])
-            for index in range(before, after):
-                # The newest token goes in, then the next is drawn.
-                self.write(sequence, sequence.num_prompt + index - 1, output_token(sequence, index - 1))
-                self.check_readable(sequence, self.text(sequence, index))
+            before = after = self.produced[sequence]
+            for step in range(plan.chunk.num_steps):
+                if after == self.lengths[sequence]:
+                    break
+                # The newest token goes in with drafted ones behind it, of which some stay, and the next is drawn.
+                stay = (7 * sequence.arrival + 3 * len(self.plans) + step) % (plan.chunk.num_drafted + 1)
+                for place in range(plan.chunk.num_drafted + 1):
+                    position = sequence.num_prompt + after - 1 + place
+                    self.write(sequence, position, output_token(sequence, after - 1 + place) if place <= stay else 0)
+                after = min(after + 1 + stay, self.lengths[sequence])
+                self.check_readable(sequence, self.text(sequence, after - 1))
             self.produced[sequence] = after
             tokens = [output_token(sequence, index) for index in range(before, after)]
             dispatched.append((sequence, tokens, after == self.lengths[sequence]))
@@ -208,11 +218,15 @@ def arrivals(draw: st.DrawFn) -> tuple[int, list[int], int, int, int, bool]:
     aborts=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=4),
     spare=st.integers(0, 40),
     prefix_cache=st.booleans(),
+    chunks=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.sampled_from([1.0, 1.6, 4.0])), max_size=4),
 )
-def test_every_sequence_ends_with_its_own_tokens(chosen, requests, aborts, spare, prefix_cache) -> None:
+def test_every_sequence_ends_with_its_own_tokens(chosen, requests, aborts, spare, prefix_cache, chunks) -> None:
+    """With plain decode chunks, and with drafted tokens of which some stay, how many changing from round to round."""
     rules = Rules(**chosen)
     largest = max(len(prompt) + most - 1 for _, prompt, most, *_ in requests)
+    largest += max((num_drafted for _, num_drafted, _ in chunks), default=0)
     simulation = simulate(rules, 1 + -(-largest // rules.page_size) + spare, prefix_cache)
+    simulation.chunks = [Chunk(steps, drafted, min(rate, 1.0 + drafted)) for steps, drafted, rate in chunks]
     submitted: list[Sequence] = []
     aborted: set[Sequence] = set()
     for number in range(21):
@@ -288,6 +302,25 @@ def test_equal_prompts_of_one_round_share_pages() -> None:
         reused = (length - 1) // 4 * 4
         assert [piece.start for piece in pieces] == [0, reused, reused, reused]
         assert [sequence.num_reused for sequence in sequences] == [0, reused, reused, reused]
+
+
+def test_pages_of_drafted_tokens_that_did_not_stay_are_given_back() -> None:
+    """Page 4: a prompt of 6 and two chunks of 8 tokens reach 22 places, one of 4 at most after them fewer."""
+    simulation = simulate()
+    sequence = simulation.submit([1] * 6, 40)
+    simulation.chunks = [Chunk(2, 3)]
+    simulation.round()
+    assert len(sequence.pages) == -(-(6 + 8 + 3) // 4)
+    first = list(sequence.pages)
+    simulation.round()  # dispatched before the first is read
+    assert len(sequence.pages) == -(-(6 + 16 + 3) // 4)
+    simulation.chunks = [Chunk(1)]
+    version = sequence.pages_version
+    simulation.round()
+    reach = sequence.num_prompt + sequence.num_generated - 1 + sum(booking.most for booking in sequence.booked)
+    assert len(sequence.pages) == -(-reach // 4) < -(-(6 + 16 + 3) // 4)
+    assert sequence.pages_version == version + 1 and sequence.pages[: len(first)] == first[: len(sequence.pages)]
+    simulation.run()
 
 
 def test_forks_share_full_pages_and_copy_the_last() -> None:

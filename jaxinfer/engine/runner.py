@@ -15,7 +15,7 @@ from jaxinfer.engine.layout import Layouts, SamplerLayout, listed
 from jaxinfer.engine.pages import SCRATCH_PAGE
 from jaxinfer.engine.programs import COPIES, Programs, Size
 from jaxinfer.engine.rows import STOP_PLACES
-from jaxinfer.engine.sequence import Fork, Piece, Plan
+from jaxinfer.engine.sequence import Booking, Fork, Piece, Plan
 from jaxinfer.engine.sequence import Sequence as Track
 from jaxinfer.loop import DecodedChunk, DecodeState
 from jaxinfer.model import Model
@@ -72,7 +72,7 @@ class Runner:
         slots = settings.rules.max_sequences
         self._table = np.full((slots, settings.page_widths[-1]), SCRATCH_PAGE, np.int32)
         self._tabled: list[tuple[Track | None, int, int]] = [(None, 0, 0)] * slots
-        """Whose pages a row of the table holds, since which of its admissions, and how many."""
+        """Whose pages a row of the table holds, which version of them, and how many."""
 
     def reset(self) -> None:
         """Makes a new cache and state. What an interrupted call had been given may be gone."""
@@ -157,13 +157,13 @@ class Runner:
 
     def _table_pages(self, sequence: Track) -> None:
         """Brings a sequence's row of the page table up to date."""
-        owner, admission, count = self._tabled[sequence.slot]
-        if owner is not sequence or admission != sequence.num_admissions:  # preempted ones come back with other pages
+        owner, version, count = self._tabled[sequence.slot]
+        if owner is not sequence or version != sequence.pages_version:
             count = 0
             self._table[sequence.slot] = SCRATCH_PAGE
         if len(sequence.pages) > count:
             self._table[sequence.slot, count : len(sequence.pages)] = sequence.pages[count:]
-        self._tabled[sequence.slot] = (sequence, sequence.num_admissions, len(sequence.pages))
+        self._tabled[sequence.slot] = (sequence, sequence.pages_version, len(sequence.pages))
 
     # --- Prefill
 
@@ -232,7 +232,7 @@ class Runner:
         if call.size.kind == "prefill_scored":
             logits, scores, self.cache = program(*arguments, targets, context_lengths=contexts)
             (piece,) = call.pieces
-            piece.sequence.unread += 1
+            piece.sequence.booked.appendleft(Booking(0, 0.0))  # read before the token that this piece may give
             yield Work("prefill", scores, padded, num_tokens, now, piece)
         else:
             logits, self.cache = program(*arguments, context_lengths=contexts)

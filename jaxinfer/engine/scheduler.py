@@ -9,8 +9,9 @@ Plain Python: it knows lengths and pages, not arrays, so that its rules can be t
   batch of requests, or the "mixed" policy) prompts go first, up to one for every slot between two chunks.
 * A decode chunk takes at most `max_decode_batch` sequences, in the configured order; one that was passed over
   `MAX_SKIPS` times goes first.
-* Pages are given when they are needed. When there are none left the latest arrival gives up its own and is computed
-  again later: the oldest always gets on, so every sequence ends.
+* Pages are given when they are needed, and taken back when a chunk has gained less than it might have. When there are
+  none left the latest arrival gives up its own and is computed again later: the oldest always gets on, so every
+  sequence ends.
 """
 
 import bisect
@@ -19,7 +20,7 @@ from typing import Literal
 
 from jaxinfer.engine.pages import OutOfPages, PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
-from jaxinfer.engine.sequence import Fork, Piece, Plan, Sequence, Status
+from jaxinfer.engine.sequence import Booking, Chunk, Fork, Piece, Plan, Sequence, Status
 
 MAX_SKIPS = 4
 """Decode chunks that may go without a sequence before it goes first."""
@@ -37,6 +38,7 @@ class Rules:
     """Sequences that may hold pages at once: slots."""
     max_decode_batch: int
     decode_chunk: int
+    """Steps of a decode chunk."""
     max_prefill_tokens: int
     prefill_lengths: tuple[int, ...]
     """Lengths that prefill programs exist for, ascending; a piece is padded to the next one."""
@@ -55,6 +57,8 @@ class Scheduler:
     def __init__(self, rules: Rules, pool: PagePool, prefixes: PrefixCache | None) -> None:
         self.rules, self.pool, self.prefixes = rules, pool, prefixes
         self.stall_tokens = rules.stall_tokens
+        self.chunk = Chunk(rules.decode_chunk)
+        """What decode chunks do that are planned from now on."""
         self.waiting: list[Sequence] = []
         """In order of arrival."""
         self.running: list[Sequence] = []
@@ -108,7 +112,7 @@ class Scheduler:
 
     def read(self, sequence: Sequence, tokens: list[int]) -> None:
         """One dispatched result has come back, with these new tokens."""
-        sequence.unread -= 1
+        sequence.booked.popleft()
         if sequence.status is not Status.FINISHED:
             sequence.tokens += tokens
 
@@ -129,10 +133,12 @@ class Scheduler:
         return -(-num_tokens // self.rules.page_size)
 
     def _reserve(self, plan: Plan) -> None:
-        """Gives every decoding sequence the pages of its next chunk, the oldest first, at the cost of the latest."""
+        """Gives every sequence the pages of its next decode chunk, the oldest first, at the cost of the latest."""
         for sequence in list(self.running):
-            while sequence.wants_decode:
-                wanted = self._pages_for(sequence.cached_after(self.rules.decode_chunk)) - len(sequence.pages)
+            while sequence.wants_decode or sequence.status is Status.PREFILLING:
+                wanted = self._pages_for(sequence.reach(self.chunk)) - len(sequence.pages)
+                if wanted < 0:
+                    self._take_back(sequence, -wanted)
                 if wanted <= 0:
                     break
                 try:
@@ -141,6 +147,12 @@ class Scheduler:
                     victim = self.running[-1]
                     self._preempt(victim)
                     plan.preempted.append(victim)
+
+    def _take_back(self, sequence: Sequence, count: int) -> None:
+        """Frees the last pages of a sequence. Work on its way may write there; it does so before any later owner."""
+        self.pool.release(sequence.pages[-count:])
+        del sequence.pages[-count:]
+        sequence.pages_version += 1
 
     def _preempt(self, sequence: Sequence) -> None:
         self._give_up_pages(sequence, trusted=True)
@@ -224,8 +236,7 @@ class Scheduler:
 
     def _take_pages(self, sequence: Sequence, shared: list[int]) -> bool:
         """Gives a sequence `shared` pages and new ones up to its first decode chunk; False if there are none."""
-        last = sequence.num_prompt + sequence.max_tokens - 1
-        wanted = self._pages_for(min(len(sequence.tokens) + self.rules.decode_chunk, last))
+        wanted = self._pages_for(sequence.reach(self.chunk))
         self.pool.share(shared)
         try:
             sequence.pages = shared + self.pool.allocate(wanted - len(shared))
@@ -236,7 +247,7 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence, status: Status) -> None:
         sequence.status, sequence.slot, sequence.skipped = status, self._slots.pop(), 0
-        sequence.num_admissions += 1
+        sequence.pages_version += 1
         bisect.insort(self.running, sequence, key=lambda other: other.arrival)
 
     def _pieces(
@@ -283,8 +294,7 @@ class Scheduler:
                 written.update(sequence.pages[before : sequence.cursor.num_pages])
         if last:
             sequence.status = Status.DECODING
-            sequence.num_dispatched = sequence.num_generated + 1
-            sequence.unread += 1
+            sequence.booked.append(Booking(1, 1.0))
             if sequence.num_generated == 0:
                 self._fork_siblings(plan, sequence)
         return cost
@@ -303,7 +313,7 @@ class Scheduler:
             if parent.num_prompt % self.rules.page_size:
                 copy = (parent.pages[full], child.pages[full])
             child.cursor, child.num_reused, child.num_prefilled = parent.cursor, 0, parent.num_prompt
-            child.num_dispatched, child.unread = 1, child.unread + 1
+            child.booked.append(Booking(1, 1.0))
             self._enter(child, Status.DECODING)
             plan.forks.append(Fork(parent, child, copy))
 
@@ -323,9 +333,8 @@ class Scheduler:
             ready.sort(key=turn)
         for sequence in ready[self.rules.max_decode_batch :]:
             sequence.skipped += 1
-        plan.decode = ready[: self.rules.max_decode_batch]
+        plan.decode, plan.chunk = ready[: self.rules.max_decode_batch], self.chunk
         for sequence in plan.decode:
             sequence.skipped = 0
-            sequence.unread += 1
-            sequence.num_dispatched = min(sequence.num_dispatched + self.rules.decode_chunk, sequence.max_tokens)
+            sequence.booked.append(Booking(self.chunk.most, self.chunk.num_steps * self.chunk.tokens_per_step))
         self._stalled = self._started = 0

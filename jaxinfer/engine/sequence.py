@@ -1,5 +1,6 @@
 """One completion as the scheduler sees it: numbers of tokens, pages, a slot. And what a round of work consists of."""
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Hashable
@@ -18,12 +19,34 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What a decode chunk does for each of its sequences: steps that give 1 token and up to `num_drafted` more each."""
+
+    num_steps: int
+    num_drafted: int = 0
+    tokens_per_step: float = 1.0
+    """What a step is expected to give."""
+
+    @property
+    def most(self) -> int:
+        """Tokens that a sequence gains at most."""
+        return self.num_steps * (1 + self.num_drafted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Booking:
+    """Output tokens that one piece of dispatched work gives a sequence unless it ends: at most, and probably."""
+
+    most: int
+    expected: float
+
+
 @dataclasses.dataclass(eq=False)
 class Sequence:
     """What the scheduler knows of a completion. `tokens` are the prompt and what the host has read of the output.
 
-    Work is dispatched before its results are read: `num_dispatched` counts output tokens that will exist when all
-    dispatched work is done (at most: a stop may come before), `unread` the pieces of work with results to come.
+    Work is dispatched before its results are read: `booked` has an entry for each piece of work with results to come.
     """
 
     tokens: list[int]
@@ -45,10 +68,9 @@ class Sequence:
     num_reused: int = 0
     """Tokens found in the prefix cache when it was last admitted."""
     num_prefilled: int = 0
-    num_dispatched: int = 0
-    unread: int = 0
-    num_admissions: int = 0
-    """How often it was given a slot and pages."""
+    booked: collections.deque[Booking] = dataclasses.field(default_factory=collections.deque)
+    pages_version: int = 0
+    """How often its pages changed otherwise than by more of them: by an admission, or some being taken back."""
     skipped: int = 0
     """Decode chunks in a row that went without it."""
     num_preemptions: int = 0
@@ -59,13 +81,26 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def wants_decode(self) -> bool:
-        """Whether another decode chunk could give it tokens."""
-        return self.status is Status.DECODING and self.num_dispatched < self.max_tokens
+    def unread(self) -> int:
+        """Pieces of work with results to come."""
+        return len(self.booked)
 
-    def cached_after(self, num_steps: int) -> int:
-        """Tokens in the cache, at most, when `num_steps` more decode steps are done; the newest is never among them."""
-        return self.num_prompt + min(self.num_dispatched + num_steps, self.max_tokens) - 1
+    @property
+    def wants_decode(self) -> bool:
+        """Whether another decode chunk is likely to give it tokens."""
+        expected = self.num_generated + sum(booking.expected for booking in self.booked)
+        return self.status is Status.DECODING and expected < self.max_tokens
+
+    def cached_after(self, num_tokens: int) -> int:
+        """Tokens in the cache, at most, when all dispatched work is done and has given `num_tokens` more; the newest is
+        never among them."""
+        most = self.num_generated + sum(booking.most for booking in self.booked) + num_tokens
+        return self.num_prompt + min(most, self.max_tokens) - 1
+
+    def reach(self, chunk: Chunk) -> int:
+        """Places in the cache that its next decode chunk may write to: what it may gain, and what is drafted behind."""
+        first = self.status is not Status.DECODING  # the token that its prefill is going to give
+        return self.cached_after(first + chunk.most) + chunk.num_drafted
 
     @property
     def num_certain(self) -> int:
@@ -106,6 +141,8 @@ class Plan:
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     forks: list[Fork] = dataclasses.field(default_factory=list)
     decode: list[Sequence] = dataclasses.field(default_factory=list)
+    chunk: Chunk = Chunk(0)
+    """What the decode chunk does."""
 
     @property
     def has_work(self) -> bool:
