@@ -3,9 +3,10 @@
     python -m benchmarks.kernels_int4_wide                  # every case until --seconds (120) are over
     python -m benchmarks.kernels_int4_wide --rows 64        # of these numbers of rows only
     python -m benchmarks.kernels_int4_wide --best 6         # what tuning chooses, and five others it likes
+    python -m benchmarks.kernels_int4_wide --tried          # 64 rows under the schedules listed in TRIED
 
 Weights are rotated past the L2 cache and every product has its own x. "rest" is what XLA does around the kernel:
-bringing x into order, and adding slices. Every case prints its prediction, its relative error against a float32 product
+bringing x into order. Every case prints its prediction, its relative error against a float32 product
 and whether its bits repeat; a wrong result is timed and printed, not recorded, and fails the run.
 """
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.harness import RESULTS, Recorder, read_rate
-from benchmarks.kernels_int4 import BF16, DOWN, ROTATED_BYTES, UP, inputs, timed, weights_of
+from benchmarks.kernels_int4 import BF16, DOWN, ROTATED_BYTES, UP, Case, inputs, random_weight, timed, weights_of
 from pallas_kernels.int4_matmul import PackedInt4, wide, wide_tuning
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
@@ -33,6 +34,20 @@ CASES = [
     *((rows, "up") for rows in (128, 256, 512, 1024, 2048, 24, 96, 4096, 8192)),
     *((rows, "down") for rows in (128, 256, 512, 1024, 2048)),
 ]
+TRIED = [
+    ("up", WideSchedule(64, warpgroups=4, slices=2, stages=6)),
+    ("down", WideSchedule(64, warpgroups=4, slices=8, stages=6)),
+    ("down", WideSchedule(64, warpgroups=4, slices=7, stages=6)),
+    ("up", WideSchedule(64, tiles=2, slices=2, stages=6)),
+    ("down", WideSchedule(64, slices=4, stages=8)),
+    ("o", WideSchedule(64, warpgroups=4, slices=7, stages=6)),
+    ("o", WideSchedule(64, slices=4, stages=8)),
+    ("qkv", WideSchedule(64, warpgroups=4, slices=5, stages=6)),
+    ("qkv", WideSchedule(64, slices=2, stages=8)),
+    ("gate_up", WideSchedule(64, warpgroups=4, stages=6)),
+    ("up", WideSchedule(64, stages=8)),
+]
+"""Whether four warpgroups unpack faster than two, and clusters of how many blocks all run at once."""
 
 
 @functools.cache
@@ -108,6 +123,16 @@ def run(recorder: Recorder, rate: float, rows: int, shape: str, schedule: WideSc
     )
 
 
+def chosen(best: int) -> list[tuple[int, str, WideSchedule]]:
+    """The `best` schedules of every case, by prediction."""
+    cases = []
+    for rows, shape in CASES:
+        k, n = SHAPES[shape]
+        weight = jax.eval_shape(functools.partial(random_weight, case=Case(1, k, n, 0.0)), jax.random.key(0))
+        cases += [(rows, shape, schedule) for schedule in wide_tuning.schedules(rows, weight)[:best]]
+    return cases
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="*", help="only cases of these numbers of rows")
@@ -117,25 +142,23 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="start no case after this time")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
+    parser.add_argument("--tried", action="store_true", help="the schedules of TRIED instead")
     arguments = parser.parse_args()
     started = time.perf_counter()
     recorder, rate = Recorder("kernels", arguments.results), read_rate()
     failed: list[str] = []
-    for rows, shape in CASES:
+    cases = [(64, *tried) for tried in TRIED] if arguments.tried else chosen(arguments.best)
+    for rows, shape, schedule in cases:
         if (arguments.rows and rows not in arguments.rows) or shape not in arguments.shapes:
             continue
-        weight = weights_of(*SHAPES[shape], 128, "zero_point")[0]
-        chosen = wide_tuning.wide_schedule(rows, weight)
-        others = [schedule for schedule in wide_tuning.schedules(rows, weight) if schedule != chosen]
-        for schedule in [chosen, *others][: arguments.best]:
-            if time.perf_counter() - started > arguments.seconds:
-                print(f"{rows} {shape}: left out, the time is up", flush=True)
-                continue
-            try:
-                run(recorder, rate, rows, shape, schedule)
-            except Exception:  # one failing case must not cost the others
-                failed.append(f"{rows} {shape} {schedule}")
-                traceback.print_exc()
+        if time.perf_counter() - started > arguments.seconds:
+            print(f"{rows} {shape}: left out, the time is up", flush=True)
+            continue
+        try:
+            run(recorder, rate, rows, shape, schedule)
+        except Exception:  # one failing case must not cost the others
+            failed.append(f"{rows} {shape} {schedule}")
+            traceback.print_exc()
     print(f"total {time.perf_counter() - started:.0f} s", flush=True)
     if failed:
         sys.exit(f"{len(failed)} cases failed: " + "; ".join(failed))
