@@ -4,6 +4,8 @@ Decoding and verification read pages through `pallas_kernels.paged_attention`; w
 `chunk_attention.py` where cuDNN can do it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
@@ -110,8 +112,12 @@ def prefill_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> Float[Array, "batch tokens heads head_dim"]:
+    return_lse: bool = False,
+) -> Any:
     """Attention over a row's pages, which already hold the new tokens; position -1 is padding, at a row's end.
+
+    Returns [batch, tokens, heads, head_dim] in the queries' dtype; with `return_lse` also the float32 log-sum-exp
+    [batch, tokens, heads], -inf where a query sees no key.
 
     Pages may hold codes, with scales. Takes `KEYS_AT_ONCE` keys a turn with an online softmax
     (https://arxiv.org/abs/2205.14135), and as many turns as the longest row needs: neither the room nor the time
@@ -164,7 +170,12 @@ def prefill_attention(
         jnp.zeros((*rows, head_dim), jnp.float32),
     )
     turns = jnp.max(last) // keys_at_once + 1
-    _, _, total, out = jax.lax.while_loop(lambda carry: carry[0] < turns, turn, start)
+    _, peak, total, out = jax.lax.while_loop(lambda carry: carry[0] < turns, turn, start)
     # A query that sees no key (padding) met no turn, or only forbidden keys: any finite answer will do.
-    out = out / jnp.maximum(total, jnp.float32(1e-30))[..., None]
-    return out.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+    total = jnp.maximum(total, jnp.float32(1e-30))
+    out = out / total[..., None]
+    out = out.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+    if not return_lse:
+        return out
+    lse = jnp.where(peak > MASKED, peak + jnp.log(total), -jnp.inf)
+    return out, lse.transpose(0, 3, 1, 2).reshape(query.shape[:3])

@@ -10,8 +10,9 @@ With a window each query sees another part of the prefix. But only the last `win
 chunk is one call after all: over those keys and its own, with as many queries of zeros before its own.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -47,6 +48,16 @@ def cudnn_part(
     return out, lse.swapaxes(1, 2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Keys and values that every query sees: the first `lengths` [batch] tokens of a table's pages."""
+
+    pools: tuple[jax.Array, jax.Array]
+    scales: tuple[jax.Array | None, jax.Array | None]
+    page_table: Int32[Array, "batch pages"]
+    lengths: Int32[Array, " batch"]
+
+
 def chunk_attention(
     query: Float[Array, "batch tokens heads head_dim"],
     keys: Float[Array, "batch tokens kv_heads head_dim"],
@@ -57,36 +68,54 @@ def chunk_attention(
     page_table: Int32[Array, "batch pages"],
     *,
     scale: float,
+    older: Sequence[Prefix] = (),
     part: Part = cudnn_part,
 ) -> Float[Array, "batch tokens heads head_dim"]:
     """Causal attention of each row's chunk over its prefix and itself; position -1 is padding, at a row's end.
 
     `keys` and `values` are the chunk's own, as the cache stores them. `pools` [num_pages, kv_heads, page_size, width]
-    and their `scales` hold the prefix: positions before `positions[:, 0]`.
+    and their `scales` hold the prefix: positions before `positions[:, 0]`. What precedes these, in pools of other
+    formats, is `older`.
     """
-    page_size = pools[0].shape[2]
-    starts = jnp.maximum(positions[:, 0], 0)
     out, lse = part(query, keys, values, None, scale=scale)
+    prefix = Prefix(pools, scales, page_table, jnp.maximum(positions[:, 0], 0))
+    out = out.astype(jnp.float32)
+    for one in (prefix, *older):
+        out, lse = with_prefix(out, lse, query, one, scale=scale, part=part)
+    return out.astype(query.dtype)
+
+
+def with_prefix(
+    out: Float32[Array, "batch tokens heads head_dim"],
+    lse: Float32[Array, "batch tokens heads"],
+    query: Float[Array, "batch tokens heads head_dim"],
+    prefix: Prefix,
+    *,
+    scale: float,
+    part: Part,
+) -> tuple[Float32[Array, "batch tokens heads head_dim"], Float32[Array, "batch tokens heads"]]:
+    """A result over other keys, merged with attention over a prefix."""
+    page_size = prefix.pools[0].shape[2]
     # A multiple of 64 keys, and no more of them than the table has room for.
     unit = max(1, 64 // page_size)
-    pages_at_once = min(-(-page_table.shape[1] // unit), max(1, PREFIX_AT_ONCE // page_size // unit)) * unit
+    pages_at_once = min(-(-prefix.page_table.shape[1] // unit), max(1, PREFIX_AT_ONCE // page_size // unit)) * unit
     keys_at_once = pages_at_once * page_size
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages_at_once)))
+    table = jnp.pad(prefix.page_table, ((0, 0), (0, -prefix.page_table.shape[1] % pages_at_once)))
 
     def turn(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         index, out, lse = carry
         pages = jax.lax.dynamic_slice_in_dim(table, index * pages_at_once, pages_at_once, axis=1)
-        lengths = jnp.clip(starts - index * keys_at_once, 0, keys_at_once)
+        lengths = jnp.clip(prefix.lengths - index * keys_at_once, 0, keys_at_once)
         stored = jnp.arange(keys_at_once, dtype=jnp.int32)[None, :] < lengths[:, None]
-        gathered = [gather(*pool, pages, stored, query.dtype) for pool in zip(pools, scales, strict=True)]
+        pools = zip(prefix.pools, prefix.scales, strict=True)
+        gathered = [gather(*pool, pages, stored, query.dtype) for pool in pools]
         more, more_lse = part(query, *gathered, jnp.maximum(lengths, 1), scale=scale)
         seen = (lengths > 0)[:, None, None]
         return index + 1, *merge(out, lse, more, jnp.where(seen, more_lse, -jnp.inf))
 
-    turns = (jnp.max(starts) + (keys_at_once - 1)) // keys_at_once
-    start = (jnp.int32(0), out.astype(jnp.float32), lse)
-    _, out, _ = jax.lax.while_loop(lambda carry: carry[0] < turns, turn, start)
-    return out.astype(query.dtype)
+    turns = (jnp.max(prefix.lengths) + (keys_at_once - 1)) // keys_at_once
+    _, out, lse = jax.lax.while_loop(lambda carry: carry[0] < turns, turn, (jnp.int32(0), out, lse))
+    return out, lse
 
 
 def windowed_chunk_attention(
