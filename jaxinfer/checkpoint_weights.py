@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,9 @@ from checkpoints.names import Mismatch, TensorSource
 from checkpoints.quantized import QuantizedFolder, open_folder
 from checkpoints.safetensors import SafetensorsFolder
 from jaxinfer.config import ModelConfig
-from jaxinfer.decoder import Params
 from jaxinfer.memory import free_device_bytes, free_host_bytes
 from jaxinfer.packed_weights import PackedReader
-from jaxinfer.params import ReadInto, assemble, canonical_shapes, has_own_head, least_bytes, linear_names
+from jaxinfer.params import Piece, ReadInto, assemble, canonical_shapes, has_own_head, least_bytes, linear_names
 from jaxinfer.quantization.plan import Plan
 from jaxinfer.quantization.quantizer import QuantizingReader
 
@@ -59,7 +58,13 @@ def check_memory(
         )
 
 
-def load_safetensors(path: pathlib.Path, config: ModelConfig, request: WeightsRequest) -> Params:
+def wants_codes(packed: bool | None, dtype: jnp.dtype, backend: str) -> bool:
+    """Whether the codes of a quantised checkpoint stay packed where they can: as asked, or where a kernel is likely."""
+    return packed or (packed is None and dtype == jnp.bfloat16 and backend != "cpu")
+
+
+def read_safetensors(path: pathlib.Path, config: ModelConfig, request: WeightsRequest) -> Iterator[Piece]:
+    """The weights of a folder, piece by piece."""
     name = request.name
     with contextlib.closing(open_folder(path)) as checkpoint:
         if checkpoint.ignored:
@@ -67,26 +72,27 @@ def load_safetensors(path: pathlib.Path, config: ModelConfig, request: WeightsRe
         if isinstance(checkpoint, QuantizedFolder):
             for note in checkpoint.notes:
                 log.warning("%s: %s", name, note)
-        return _read_params(config, checkpoint, _match(config, checkpoint), request)
+        yield from read_pieces(config, checkpoint, match_tensors(config, checkpoint), request)
 
 
-def load_gguf(checkpoint: GGUFFile, config: ModelConfig, request: WeightsRequest) -> Params:
-    return _read_params(config, checkpoint, _match(config, checkpoint), request)
+def read_gguf(checkpoint: GGUFFile, config: ModelConfig, request: WeightsRequest) -> Iterator[Piece]:
+    """The weights of a GGUF file, piece by piece."""
+    return read_pieces(config, checkpoint, match_tensors(config, checkpoint), request)
 
 
 def compare_folder(path: pathlib.Path, config: ModelConfig) -> Mismatch:
     """In what the tensors of a folder and its configuration disagree, without reading the weights."""
     with contextlib.closing(open_folder(path)) as checkpoint:
-        return _match(config, checkpoint).mismatch
+        return match_tensors(config, checkpoint).mismatch
 
 
 def compare_gguf(checkpoint: GGUFFile, config: ModelConfig) -> Mismatch:
     """In what the tensors of a GGUF file and its metadata disagree."""
-    return _match(config, checkpoint).mismatch
+    return match_tensors(config, checkpoint).mismatch
 
 
 @dataclasses.dataclass(frozen=True)
-class _Match:
+class Match:
     """Which tensor of a checkpoint fills which parameter. `tied_head` is a tensor that the embedding stands in for."""
 
     sources: Mapping[str, TensorSource]
@@ -94,7 +100,7 @@ class _Match:
     mismatch: Mismatch
 
 
-def _match(config: ModelConfig, checkpoint: AnyCheckpoint) -> _Match:
+def match_tensors(config: ModelConfig, checkpoint: AnyCheckpoint) -> Match:
     tensors, shapes = checkpoint.tensors, canonical_shapes(config)
     if isinstance(checkpoint, GGUFFile):
         everywhere, skipped = names_gguf.gguf_sources(
@@ -117,7 +123,7 @@ def _match(config: ModelConfig, checkpoint: AnyCheckpoint) -> _Match:
     if head is not None:
         skipped[head.name] = "the configuration ties the head to the embedding"
     mismatch = names.compare(expected=shapes, sources=everywhere, tensors=tensors, skipped=skipped)
-    return _Match(sources, None if head is None else head.name, mismatch)
+    return Match(sources, None if head is None else head.name, mismatch)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -129,38 +135,43 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def _read_params(config: ModelConfig, checkpoint: AnyCheckpoint, match: _Match, request: WeightsRequest) -> Params:
-    """Checks that tensors and parameters match one to one, then reads them."""
+def read_pieces(
+    config: ModelConfig, checkpoint: AnyCheckpoint, match: Match, request: WeightsRequest
+) -> Iterator[Piece]:
+    """Checks that tensors and parameters match one to one, then reads them, piece by piece.
+
+    A head that is tied and yet among the sources is one of its own.
+    """
     name, dtype, packed, plan = request.name, request.dtype, request.packed, request.plan
     if match.mismatch:
         raise CheckpointError(f"{name}: {match.mismatch}")
     sources, shapes = match.sources, canonical_shapes(config)
-    own_head = has_own_head(plan)
+    head = "lm_head.weight"
+    own_head = has_own_head(plan) or (config.tie_word_embeddings and head in sources)
     if own_head and config.tie_word_embeddings:
         embedding = "embed_tokens.weight"
-        sources = {**sources, "lm_head.weight": sources[embedding]}
-        shapes = {**shapes, "lm_head.weight": shapes[embedding]}
+        sources = {**sources, head: sources.get(head, sources[embedding])}
+        shapes = {**shapes, head: shapes[embedding]}
     read_into = _reader(checkpoint, sources)
     read_packed = None
-    wanted = packed or (packed is None and dtype == jnp.bfloat16 and jax.default_backend() != "cpu")
+    wanted = wants_codes(packed, dtype, jax.default_backend())
     if plan is not None:
         plan.check(linear_names(config))
         read_packed = QuantizingReader(plan, read_into, np.dtype(dtype))
     elif wanted and not isinstance(checkpoint, SafetensorsFolder):
         read_packed = PackedReader(checkpoint, sources, read_into, np.dtype(dtype), only_for_kernel=packed is None)
     check_memory(config, dtype, name, packed=isinstance(read_packed, PackedReader), plan=plan)
-    head = match.tied_head
-    if head is not None and not _same_rows(checkpoint, head, sources["embed_tokens.weight"].name):
-        log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, head)
+    tied = match.tied_head
+    if tied is not None and not _same_rows(checkpoint, tied, sources["embed_tokens.weight"].name):
+        log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, tied)
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with tqdm(
         total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not request.progress, leave=False
     ) as bar:
-        params = assemble(config, dtype, read_into, bar.update, read_packed, own_head=own_head)
+        yield from assemble(config, dtype, read_into, bar.update, read_packed, own_head=own_head)
     if packed and isinstance(read_packed, PackedReader):
         for reason, count in read_packed.decoded.items():
             log.warning("%s: %d weights are decoded to %s although packed=True: %s", name, count, dtype, reason)
-    return params
 
 
 def _reader(checkpoint: AnyCheckpoint, sources: Mapping[str, TensorSource]) -> ReadInto:

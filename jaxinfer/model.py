@@ -22,8 +22,8 @@ from jaxinfer.checkpoint_weights import (
     check_memory,
     compare_folder,
     compare_gguf,
-    load_gguf,
-    load_safetensors,
+    read_gguf,
+    read_safetensors,
 )
 from jaxinfer.compilation import enable_persistent_cache
 from jaxinfer.config import ModelConfig
@@ -31,7 +31,7 @@ from jaxinfer.config_gguf import from_gguf
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.decoder import Params
 from jaxinfer.device import start_device
-from jaxinfer.params import linear_names, num_parameters, random_params
+from jaxinfer.params import from_pieces, linear_names, num_parameters, random_params
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
@@ -139,13 +139,13 @@ def load(
     if path.is_dir():
         config, tokenizer = _read_folder(path)
         if random_weights is None:
-            params = load_safetensors(path, config, request)
+            params = from_pieces(read_safetensors(path, config, request))
             return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
     else:
         with contextlib.closing(GGUFFile(path)) as checkpoint:
             config, tokenizer = _read_gguf(checkpoint)
             if random_weights is None:
-                params = load_gguf(checkpoint, config, request)
+                params = from_pieces(read_gguf(checkpoint, config, request))
                 return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
     if plan is not None:
         plan.check(linear_names(config))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,11 @@ type ReadPacked = Callable[[Sequence[str], Sequence[int], int], HostWeight | Non
 
 type ReadInto = Callable[[str, np.ndarray], None]
 """Fills an array with the canonical tensor of that name, converting to the array's dtype."""
+
+TOP = "top"
+
+type Piece = tuple[str, dict[str, DeviceWeight]]
+"""A part of `Params` on its own: `TOP` and its fields outside the layers, or a layer's `piece_name` and its fields."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +142,33 @@ def has_own_head(plan: Plan | None) -> bool:
     return plan is not None and plan.precision(HEAD) is not None
 
 
-def _build(config: ModelConfig, make: Callable[[ParamSpec], Any], own_head: bool) -> Params:
-    layers = [
-        LayerParams(**{field: make(spec) for field, spec in layer_specs(config, index).items()})
-        for index in range(config.num_layers)
-    ]
-    top = {field: make(spec) for field, spec in top_specs(config, own_head=own_head).items()}
-    return Params(layers=layers, **top)
+def piece_name(index: int) -> str:
+    """What the piece of a layer is called: such that names sort as layers do."""
+    return f"layer_{index:05d}"
+
+
+def piece_specs(config: ModelConfig, *, own_head: bool = False) -> Iterator[tuple[str, dict[str, ParamSpec]]]:
+    """The fields of each piece of `Params`: the layers' first."""
+    for index in range(config.num_layers):
+        yield piece_name(index), layer_specs(config, index)
+    yield TOP, top_specs(config, own_head=own_head)
+
+
+def from_pieces(pieces: Iterable[Piece]) -> Params:
+    """`Params` of all their pieces, which come in the order of `piece_specs`."""
+    *layers, (_, top) = pieces
+    return Params(layers=[LayerParams(**fields) for _, fields in layers], **top)
+
+
+def build_pieces(config: ModelConfig, make: Callable[[ParamSpec], Any], own_head: bool) -> Iterator[Piece]:
+    """What `make` gives for each leaf that the configuration asks for, a piece at a time."""
+    for name, specs in piece_specs(config, own_head=own_head):
+        yield name, {field: make(spec) for field, spec in specs.items()}
+
+
+def build(config: ModelConfig, make: Callable[[ParamSpec], Any], own_head: bool) -> Params:
+    """`Params` with what `make` gives for each leaf that the configuration asks for."""
+    return from_pieces(build_pieces(config, make, own_head))
 
 
 def assemble(
@@ -154,8 +179,9 @@ def assemble(
     read_packed: ReadPacked | None = None,
     *,
     own_head: bool = False,
-) -> Params:
-    """Reads every tensor of `config` and puts it on the default device, joining q, k, v and gate, up.
+) -> Iterator[Piece]:
+    """Reads every tensor of `config` and puts it on the default device, joining q, k, v and gate, up: `from_pieces`
+    makes `Params` of them, and who takes a piece at a time needs no room for the model.
 
     One array at a time is built on the host, in its final dtype, and handed over before the next is read: host memory
     never holds more than one array beyond what the device holds, and nothing beyond the model itself on a CPU, which
@@ -187,7 +213,7 @@ def assemble(
             on_progress(host.nbytes)
         return array
 
-    return _build(config, make, own_head)
+    return build_pieces(config, make, own_head)
 
 
 def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, plan: Plan | None = None) -> Params:
@@ -227,4 +253,4 @@ def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, pl
             parts.append(uniform(shape)(part_key) if precision is None else pack(part_key, shape, precision))
         return parts[0] if len(parts) == 1 else StackedOutputs(tuple(parts))
 
-    return _build(config, make, has_own_head(plan))
+    return build(config, make, has_own_head(plan))

@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from checkpoints.names import hugging_face_sources
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.model import Model
-from jaxinfer.params import assemble
+from jaxinfer.params import assemble, from_pieces
 from jaxinfer.tokenization import Tokenizer
 from jaxinfer.tokenization.token_bytes import BYTE_LEVEL_ALPHABET
 
@@ -114,7 +114,8 @@ def model(
 
     if tokenizer is None and text:
         tokenizer = word_tokenizer()
-    return Model(config, assemble(config, jnp.float32, read_into), tokenizer, jnp.dtype(jnp.float32), "markov")
+    params = from_pieces(assemble(config, jnp.float32, read_into))
+    return Model(config, params, tokenizer, jnp.dtype(jnp.float32), "markov")
 
 
 def with_nan_token(model: Model, token: int) -> Model:

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from jaxinfer.config import ModelConfig
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.model import load
-from jaxinfer.params import assemble, canonical_shapes, num_parameters, random_params
+from jaxinfer.params import assemble, canonical_shapes, from_pieces, num_parameters, random_params
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def assembled(name: str, dtype: DTypeLike = np.float32):
         assert out.shape == shapes[tensor]
         out[...] = numbered(tensor, out.shape)
 
-    return assemble(config(name), jnp.dtype(dtype), read_into)
+    return from_pieces(assemble(config(name), jnp.dtype(dtype), read_into))
 
 
 # gemma3's file holds a vision tower too; tests of names and of logits cover its text part.
@@ -100,7 +100,7 @@ def test_the_norm_offset_is_added_to_norms_and_to_nothing_else():
 def test_progress_adds_up_to_the_bytes_of_the_model():
     told: list[int] = []
     shapes = canonical_shapes(config("llama"))
-    params = assemble(config("llama"), jnp.bfloat16, lambda name, out: out.fill(0), told.append)
+    params = from_pieces(assemble(config("llama"), jnp.bfloat16, lambda name, out: out.fill(0), told.append))
     assert sum(told) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     norms = sum(math.prod(shape) for name, shape in shapes.items() if "norm" in name)
     assert sum(told) == 2 * num_parameters(config("llama")) + 2 * norms
@@ -118,7 +118,7 @@ def test_a_cpu_takes_the_host_s_array_over():
 
     for dtype in (jnp.float32, jnp.bfloat16):
         addresses.clear()
-        params = assemble(config("llama"), dtype, read_into)
+        params = from_pieces(assemble(config("llama"), dtype, read_into))
         for array in (params.embed_tokens, params.layers[0].down, params.layers[1].qkv):
             assert isinstance(array, jax.Array)
             assert array.unsafe_buffer_pointer() in addresses
