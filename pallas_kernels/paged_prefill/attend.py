@@ -1,0 +1,211 @@
+"""The prefill kernel's multiplying warpgroups: softmax(Q K^T) V for 64 query rows each, over tiles of keys.
+
+Sums of `wgmma` lie so in the 128 threads: lane 4 g + q of warp n holds rows 16 n + g and 16 n + g + 8, of every 8
+columns 8 j the columns 8 j + 2 q and 8 j + 2 q + 1, in the order [j][row g, row g + 8][column]. Weights rounded to
+bfloat16 are, pair by pair, the left operand of the second product as they lie.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pallas_kernels.paged_prefill.parts import Arguments, Part, after
+from pallas_kernels.paged_prefill.plan import CONSUMER_WARPS, PrefillPlan
+
+LOG2_E = math.log2(math.e)
+FAR = 1e30
+"""Minus the maximum of nothing: finite, so that a row with no visible key yet never computes inf - inf."""
+
+
+class Attend:
+    """One warp's work on one part.
+
+    The state of its two rows is (minus the maximum logit, sum of weights, weighted values). Logits count powers of two.
+    """
+
+    def __init__(self, w: Any, plan: PrefillPlan, part: Part):
+        self.w, self.plan, self.part = w, plan, part
+        self.warpgroup = w.warp // 4
+        self.quad = w.lane % 4
+        first = part.first_row + w.warp * 16 + w.lane // 4
+        self.rows = [first, first + 8]
+        self.last_keys = [part.start + row // plan.group for row in self.rows]
+        stride = 8 * plan.swizzle
+        self.queries = w.matrix(self.warpgroup * plan.query_bytes, 16, stride, plan.swizzle)
+        # With a soft-cap, logits are brought to powers of two before the maximum is taken.
+        self.factor = 1.0 if plan.softcap is not None else plan.scale * LOG2_E
+
+    def scores(self, slot: Any) -> Any:
+        """Starts Q K^T of a tile."""
+        w, plan = self.w, self.plan
+        keys = w.matrix(slot * plan.tile_bytes + plan.keys_start, 16, 8 * plan.swizzle, plan.swizzle)
+        sums = None
+        for slab in range(plan.slabs):
+            for step in range(0, plan.swizzle, 32):
+                left = w.ahead(self.queries, slab * 64 * plan.swizzle + step)
+                right = w.ahead(keys, slab * plan.keys * plan.swizzle + step)
+                sums = w.product(sums, left, right, plan.keys, transposed=False)
+        w.wgmma_commit()
+        return sums
+
+    def add_values(self, sums: Any, weights: Any, slot: Any) -> Any:
+        """Starts sums + P V of a tile."""
+        w, plan = self.w, self.plan
+        start = slot * plan.tile_bytes + plan.values_start
+        values = w.matrix(start, plan.keys * plan.swizzle, 8 * plan.swizzle, plan.swizzle)
+        for step in range(plan.keys // 16):
+            right = w.ahead(values, step * 16 * plan.swizzle)
+            sums = w.product(sums, weights[4 * step : 4 * step + 4], right, plan.head_dim, transposed=True)
+        w.wgmma_commit()
+        return sums
+
+    def capped(self, scores: Sequence[Any]) -> list[Any]:
+        """softcap * tanh(score * scale / softcap) * log2(e), tanh x as 1 - 2 / (exp(2 x) + 1)."""
+        w, plan = self.w, self.plan
+        if plan.softcap is None:
+            return list(scores)
+        inner, outer = w.number(2 * LOG2_E * plan.scale / plan.softcap), plan.softcap * LOG2_E
+        return [
+            w.fma(w.reciprocal(w.exp2(score * inner) + 1.0), w.number(-2.0 * outer), w.number(outer))
+            for score in scores
+        ]
+
+    def masked(self, scores: Sequence[Any], tile: Any) -> Sequence[Any]:
+        """Scores of keys that a row must not see become -inf."""
+        w, plan, part = self.w, self.plan, self.part
+        lowest = w.number(-math.inf)
+
+        def mask() -> list[Any]:
+            # Counted from the lane's first key of the tile.
+            last = [key - tile * plan.keys - self.quad * 2 for key in self.last_keys]
+            visible = []
+            for i, score in enumerate(scores):
+                key, row = w.integer(8 * (i // 4) + i % 2), i // 2 % 2
+                seen = key <= last[row]
+                if plan.window is not None:
+                    seen = seen & (last[row] - plan.window < key)
+                visible.append(w.select(seen, score, lowest))
+            return visible
+
+        needed = part.masked_from <= tile
+        if plan.window is not None:
+            needed = w.any(needed, tile < part.masked_before)
+        return w.choose(needed, scores, mask)
+
+    def weights(self, scores: Sequence[Any], tile: Any, lows: Any, sums: Any) -> tuple[Any, Any, Any, Any]:
+        """Online softmax: the tile's weights, the new state, and what the old weighted values decay by."""
+        w, factor = self.w, self.w.number(self.factor)
+        scores = self.masked(self.capped(scores), tile)
+        before, lows = lows, []
+        for row in range(2):
+            peak = tree(w.maximum, [score for i, score in enumerate(scores) if i // 2 % 2 == row])
+            for mask in (1, 2):
+                peak = w.maximum(peak, w.shuffle_xor(peak, mask))
+            lows.append(w.minimum(before[row], peak * -self.factor))
+        decays = [w.exp2(low - old) for low, old in zip(lows, before, strict=True)]
+        weights = [w.exp2(w.fma(score, factor, lows[i // 2 % 2])) for i, score in enumerate(scores)]
+        totals = []
+        for row in range(2):
+            added = tree(lambda x, y: x + y, [x for i, x in enumerate(weights) if i // 2 % 2 == row])
+            totals.append(w.fma(sums[row], decays[row], added))
+        return weights, lows, totals, decays
+
+    def release(self, kind: str, slot: Any) -> None:
+        """This warp reads that stage no more."""
+        self.w.warp_barrier()
+        self.w.arrive_in(slot * 8 + self.plan.barriers[kind], None, self.w.lane < 1)
+
+    def wait(self, kind: str, slot: Any, parity: Any) -> None:
+        self.w.barrier_wait(slot * 8 + self.plan.barriers[kind], parity)
+        if kind == "queries_full" or not self.plan.fetch_fences:
+            self.w.copies_to_products()
+
+    def turn_wait(self) -> None:
+        if self.plan.take_turns:
+            self.w.turn_wait(self.warpgroup, 32 * CONSUMER_WARPS)
+
+    def turn_pass(self) -> None:
+        if self.plan.take_turns:
+            self.w.turn_pass(self.w.integer(1) - self.warpgroup, 32 * CONSUMER_WARPS)
+
+    def pack(self, weights: Sequence[Any]) -> list[Any]:
+        return [self.w.pack(weights[i], weights[i + 1], "bfloat16") for i in range(0, len(weights), 2)]
+
+    def run(self, a: Arguments, carry: Any) -> Any:
+        """The whole part. `carry`: stage, parity of its phase, parity of the queries' phase."""
+        w, plan, part = self.w, self.plan, self.part
+        slot, parity, query_parity = carry
+        self.wait("queries_full", w.integer(0), query_parity)
+        self.wait("keys_full", slot, parity)
+        self.turn_wait()
+        w.wgmma_fence(())
+        scores = self.scores(slot)
+        self.turn_pass()
+        scores = w.wgmma_wait(0, scores)
+        self.release("keys_empty", slot)
+        zero = w.number(0.0)
+        weights, lows, sums, _ = self.weights(scores, part.last_tile, [w.number(FAR)] * 2, [zero] * 2)
+        words = self.pack(weights)
+        values = [zero] * (plan.head_dim // 2)
+
+        def turn(i: Any, carry: Any) -> Any:
+            slot, parity, before, before_parity, *flat = carry
+            lows, sums = flat[:2], flat[2:4]
+            words, values = flat[4 : 4 + len(weights) // 2], flat[4 + len(weights) // 2 :]
+            tile = part.last_tile - 1 - i
+            self.wait("keys_full", slot, parity)
+            self.turn_wait()
+            w.wgmma_fence(())
+            # This tile's scores and the last one's values: while the softmax waits for the first, and works on them,
+            # the tensor cores have the second, and the other warpgroup's.
+            scores = self.scores(slot)
+            self.wait("values_full", before, before_parity)
+            words, values = w.wgmma_fence(words), w.wgmma_fence(values)
+            values = self.add_values(values, words, before)
+            self.turn_pass()
+            scores = w.wgmma_wait(1, scores)
+            self.release("keys_empty", slot)
+            new, lows, sums, decays = self.weights(scores, tile, lows, sums)
+            values = w.wgmma_wait(0, values)
+            self.release("values_empty", before)
+            values = [x * decays[i // 2 % 2] for i, x in enumerate(values)]
+            return *after(w, plan, slot, parity), slot, parity, *lows, *sums, *self.pack(new), *values
+
+        start = (*after(w, plan, slot, parity), slot, parity, *lows, *sums, *words, *values)
+        slot, parity, before, before_parity, *flat = w.loop(part.count - 1, start, turn)
+        self.release("queries_empty", w.integer(0))
+        lows, sums = flat[:2], flat[2:4]
+        words, values = flat[4 : 4 + len(weights) // 2], flat[4 + len(weights) // 2 :]
+        self.wait("values_full", before, before_parity)
+        words, values = w.wgmma_fence(words), w.wgmma_fence(values)
+        values = w.wgmma_wait(0, self.add_values(values, words, before))
+        self.release("values_empty", before)
+        self.store(a, lows, sums, values)
+        return slot, parity, w.integer(1) - query_parity
+
+    def store(self, a: Arguments, lows: Any, sums: Any, values: Any) -> None:
+        w, plan, part = self.w, self.plan, self.part
+        for index, row in enumerate(self.rows):
+            token, head = row // plan.group, part.kv_head * plan.group + row % plan.group
+            inside = token < plan.tokens
+            total, kept = sums[index], w.number(1.0)
+            for mask in (1, 2):
+                total = total + w.shuffle_xor(total, mask)
+            if plan.sinks:
+                sink = w.as_float(w.load_integer(a.sinks, head, inside)) * LOG2_E
+                low = w.minimum(lows[index], w.number(0.0) - sink)
+                kept = w.exp2(low - lows[index])
+                total = w.fma(total, kept, w.exp2(sink + low))
+            # Nothing is seen by padding outside its window.
+            share = w.select(total > 0, w.reciprocal(total) * kept, w.number(0.0))
+            offset = ((part.row * plan.tokens + token) * plan.q_heads + head) * plan.head_dim + self.quad * 2
+            for column in range(0, plan.head_dim, 8):
+                low, high = (values[column // 2 + 2 * index + i] * share for i in range(2))
+                w.store_pair(a.out, offset, column, w.pack(low, high, "bfloat16"), inside)
+
+
+def tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
+    """All of them combined, in pairs, pairs of pairs and so on: few wait for each other."""
+    while len(values) > 1:
+        values = [combine(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
+    return values[0]

@@ -1,0 +1,96 @@
+"""Prefill attention over pages for Hopper, through Pallas Mosaic GPU.
+
+One warpgroup copies rows of keys and values from their pages into shared memory, two multiply: each has 64 query rows
+(a token's query heads of one KV head are neighbours), scores and values as `wgmma` sums in registers and the softmax
+between them. While one works on its softmax the tensor cores have the other's products, and its own of the tile before
+(the schedule of FlashAttention-3, https://arxiv.org/abs/2407.08608). docs/kernels_attention.md has the measurements.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_prefill.attend import Attend
+from pallas_kernels.paged_prefill.fetch import fetch_part
+from pallas_kernels.paged_prefill.parts import Arguments, Part, number_of_parts, part_of
+from pallas_kernels.paged_prefill.plan import CONSUMER_WARPS, PRODUCERS, PrefillPlan
+from pallas_kernels.paged_prefill.warp import PrefillWarp
+
+REGISTERS = 40, 232
+"""Of each fetching and each multiplying thread."""
+
+
+def prefill(w: Any, plan: PrefillPlan, a: Arguments, block: Any) -> None:
+    """One warp's work, emitted through `w`, a PrefillWarp (or its NumPy twin in the tests)."""
+    leader = w.thread < 1
+    for name, start in plan.barriers.items():
+        arrivals = PRODUCERS if name.endswith("full") else CONSUMER_WARPS
+        for stage in range(1 if name.startswith("queries") else plan.stages):
+            w.barrier_init(w.integer(start + 8 * stage), arrivals, leader)
+    w.barriers_ready()
+    w.block_barrier()
+    parts = number_of_parts(w, plan, block)
+
+    def part(i: Any) -> Part:
+        return Part(w, plan, a, part_of(w, plan, block, i))
+
+    def produce() -> None:
+        w.set_registers(REGISTERS[0], more=False)
+        start = (w.integer(0), w.integer(1), w.integer(1))  # the first time round, every stage is empty
+        w.loop(parts, start, lambda i, carry: fetch_part(w, plan, a, part(i), carry))
+
+    def consume() -> None:
+        w.set_registers(REGISTERS[1], more=True)
+        threads, first = 32 * CONSUMER_WARPS, w.integer(0)
+        if plan.take_turns:
+            w.when(w.integer(3) < w.warp, lambda: w.turn_pass(first, threads))
+        w.loop(parts, [w.integer(0)] * 3, lambda i, carry: Attend(w, plan, part(i)).run(a, carry))
+        if plan.take_turns:
+            w.when(w.warp < 4, lambda: w.turn_wait(first, threads))
+
+    w.when(w.warp < CONSUMER_WARPS, consume)
+    w.when(w.integer(CONSUMER_WARPS - 1) < w.warp, produce)
+
+
+# Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
+@functools.partial(jax.jit, static_argnames=("plan",))
+def paged_prefill(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    plan: PrefillPlan,
+) -> jax.Array:
+    """Runs the kernel. bfloat16 q, pages and output; float32 sinks."""
+    operands = [q, k_pages, v_pages, page_table, starts, lengths, *(() if sinks is None else (sinks,))]
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    def kernel(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar))
+        def emit(ctx: Any, *values: Any) -> None:
+            del ctx
+            *inputs, out, shared, block = values
+            w = PrefillWarp(shared)
+            arguments = Arguments(*inputs[:6], sinks=None if sinks is None else inputs[6], out=out)
+            prefill(w, plan, arguments, w.scalar(block))
+
+        emit(*refs, lax.axis_index("block"))
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(plan.launched,),
+        grid_names=("block",),
+        num_threads=(32 * CONSUMER_WARPS + PRODUCERS) // 128,
+        thread_name="warpgroup",
+        scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],
+        kernel_name="paged_prefill",
+    )(*operands)
