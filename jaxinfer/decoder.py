@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxinfer import kv_cache
-from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.layers.attention import cudnn_refusal, prefill_attention, self_attention
 from jaxinfer.layers.chunk_attention import WIDEST_WINDOW, chunk_attention, windowed_chunk_attention
@@ -19,6 +19,8 @@ from jaxinfer.layers.linear import Weight, linear, norm_linear
 from jaxinfer.layers.mlp import gated_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.rope import apply_rope, rope_tables
+from jaxinfer.layers.tiered_attention import decode_older, merged, prefill_older
+from jaxinfer.tiers import KVCache, LayerPages, PageTable, layer_pages, with_store
 from pallas_kernels.paged_attention import decode_attention, paged_attention
 
 # The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
@@ -71,7 +73,7 @@ class Tokens:
     """What the layers need to know of the tokens beside their hidden states."""
 
     positions: Int32[Array, "batch tokens"]
-    page_table: Int32[Array, "batch pages"] | None
+    page_table: PageTable | None
     rope_tables: dict[RopeConfig, tuple[jax.Array, jax.Array]]
     stage: Stage
 
@@ -79,64 +81,83 @@ class Tokens:
 def attention_block(
     params: LayerParams,
     x: Float[Array, "batch tokens hidden"],
-    cache: PagedKVCache | None,
+    cache: KVCache | None,
     layer: int,
     tokens: Tokens,
     config: ModelConfig,
-) -> tuple[Float[Array, "batch tokens hidden"], PagedKVCache | None]:
+) -> tuple[Float[Array, "batch tokens hidden"], KVCache | None]:
     """Normalises, projects, rotates, appends to the cache, attends, projects back."""
     batch, length, _ = x.shape
     layer_config = config.layers[layer]
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = norm_linear(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
-    if cache is not None and tokens.stage == "decode" and length == 1 and config.qk_norm != "full":
-        out, cache = decode_one(params, qkv[:, 0], cache, layer, tokens, config)
-        return linear(out[:, None], params.o, params.o_bias), cache
+    pages = None
+    if cache is not None:
+        assert tokens.page_table is not None
+        pages = layer_pages(cache, layer, tokens.positions, tokens.page_table)
+    if pages is not None and tokens.stage == "decode" and length == 1 and config.qk_norm != "full":
+        out, store = decode_one(params, qkv[:, 0], pages, layer_config, tokens, config)
+        assert cache is not None
+        return linear(out[:, None], params.o, params.o_bias), with_store(cache, layer, store)
     q, k, v = jnp.split(qkv, [q_size, q_size + kv_size], axis=-1)
     if config.qk_norm == "full":
         assert params.q_norm is not None and params.k_norm is not None
         q, k = rms_norm(q, params.q_norm, config.norm_eps), rms_norm(k, params.k_norm, config.norm_eps)
-    q = q.reshape(batch, length, config.num_heads, config.head_dim)
-    k = k.reshape(batch, length, config.num_kv_heads, config.head_dim)
+    q = rotated_heads(q, params.q_norm, layer_config, tokens, config)
+    k = rotated_heads(k, params.k_norm, layer_config, tokens, config)
     v = v.reshape(batch, length, config.num_kv_heads, config.head_dim)
+    if pages is not None:
+        assert cache is not None
+        store = kv_cache.append(pages.store, pages.place, k, v, pages.positions, pages.page_table)
+        k, v = kv_cache.as_stored(store, k), kv_cache.as_stored(store, v)
+        pages, cache = dataclasses.replace(pages, store=store), with_store(cache, layer, store)
+    out = attend(q, k, v, pages, layer_config, tokens, config)
+    return linear(out.reshape(batch, length, q_size), params.o, params.o_bias), cache
+
+
+def rotated_heads(
+    x: Float[Array, "batch tokens size"],
+    norm: Float[Array, " size_of_norm"] | None,
+    layer_config: LayerConfig,
+    tokens: Tokens,
+    config: ModelConfig,
+) -> Float[Array, "batch tokens heads head_dim"]:
+    """Queries or keys by head, with the norm that the family has for a head, and rotated."""
+    x = x.reshape(*x.shape[:2], -1, config.head_dim)
     if config.qk_norm == "head":
-        assert params.q_norm is not None and params.k_norm is not None
-        q, k = rms_norm(q, params.q_norm, config.norm_eps), rms_norm(k, params.k_norm, config.norm_eps)
+        assert norm is not None
+        x = rms_norm(x, norm, config.norm_eps)
     if layer_config.rope is not None:
         cos, sin = tokens.rope_tables[layer_config.rope]
-        rotary_dim, interleaved = layer_config.rope.rotary_dim, layer_config.rope.interleaved
-        q = apply_rope(q, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved)
-        k = apply_rope(k, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved)
-    if cache is not None:
-        assert tokens.page_table is not None
-        cache = kv_cache.append(cache, layer, k, v, tokens.positions, tokens.page_table)
-        k, v = kv_cache.as_stored(cache, k), kv_cache.as_stored(cache, v)
-    out = attend(q, k, v, cache, layer, tokens, config)
-    return linear(out.reshape(batch, length, q_size), params.o, params.o_bias), cache
+        rope = layer_config.rope
+        x = apply_rope(x, cos, sin, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved)
+    return x
 
 
 def decode_one(
     params: LayerParams,
     qkv: Float[Array, "batch qkv"],
-    cache: PagedKVCache,
-    layer: int,
+    pages: LayerPages,
+    layer_config: LayerConfig,
     tokens: Tokens,
     config: ModelConfig,
 ) -> tuple[Float[Array, "batch q_size"], PagedKVCache]:
-    """One new token a row: everything between the projections is one kernel where there is one."""
-    layer_config = config.layers[layer]
-    assert tokens.page_table is not None
+    """One new token a row: everything between the projections is one kernel where there is one.
+
+    Older tiers are read by themselves.
+    """
+    store, place = pages.store, pages.place
     cos, sin, interleaved = None, None, False
     if layer_config.rope is not None:
         cos, sin = (table[:, 0] for table in tokens.rope_tables[layer_config.rope])
         interleaved = layer_config.rope.interleaved
-    key_scales, value_scales = cache.scales(layer)
+    key_scales, value_scales = store.scales(place)
     out, *pools = decode_attention(
-        qkv if cache.format is not None else qkv.astype(cache.keys[layer].dtype),
-        cache.keys[layer],
-        cache.values[layer],
-        tokens.page_table,
-        tokens.positions[:, 0],
+        qkv if store.format is not None else qkv.astype(store.keys[place].dtype),
+        store.keys[place],
+        store.values[place],
+        pages.page_table,
+        pages.positions[:, 0],
         cos,
         sin,
         num_q_heads=config.num_heads,
@@ -149,39 +170,49 @@ def decode_one(
         softcap=config.attention_softcap,
         k_scales=key_scales,
         v_scales=value_scales,
+        return_lse=bool(pages.older),
     )
-    return out.astype(qkv.dtype), cache.with_layer(layer, *pools)
+    if pages.older:
+        lse, *pools = pools
+        queries = qkv[:, None, : config.num_heads * config.head_dim]
+        queries = rotated_heads(queries, params.q_norm, layer_config, tokens, config)
+        options = {"scale": config.attention_scale, "softcap": config.attention_softcap}
+        older = [decode_older(queries, tier, **options) for tier in pages.older]
+        out = merged([(out.reshape(queries.shape), lse[:, None]), *older]).reshape(out.shape)
+    return out.astype(qkv.dtype), store.with_layer(place, *pools)
 
 
 def attend(
     q: Float[Array, "batch tokens heads head_dim"],
     k: Float[Array, "batch tokens kv_heads head_dim"],
     v: Float[Array, "batch tokens kv_heads head_dim"],
-    cache: PagedKVCache | None,
-    layer: int,
+    pages: LayerPages | None,
+    layer_config: LayerConfig,
     tokens: Tokens,
     config: ModelConfig,
 ) -> Float[Array, "batch tokens heads head_dim"]:
     """Attention of new tokens whose keys and values are in the cache already, by the route that the stage allows."""
-    scale, softcap, window = config.attention_scale, config.attention_softcap, config.layers[layer].window
-    positions, page_table = tokens.positions, tokens.page_table
+    scale, softcap, window = config.attention_scale, config.attention_softcap, layer_config.window
     if tokens.stage == "first":
-        return self_attention(q, k, v, positions, scale=scale, window=window, softcap=softcap)
-    assert cache is not None and page_table is not None
-    keys, values = cache.keys[layer], cache.values[layer]
-    key_scales, value_scales = cache.scales(layer)
+        return self_attention(q, k, v, tokens.positions, scale=scale, window=window, softcap=softcap)
+    assert pages is not None
+    store, positions, page_table = pages.store, pages.positions, pages.page_table
+    keys, values = store.keys[pages.place], store.values[pages.place]
+    key_scales, value_scales = store.scales(pages.place)
     if tokens.stage == "prefill":
         if cudnn_refusal(q, softcap) is None:
-            pages = ((keys, values), (key_scales, value_scales), positions, page_table)
-            if window is None or window >= page_table.shape[1] * cache.page_size:
-                return chunk_attention(q, k, v, *pages, scale=scale)
+            arguments = ((keys, values), (key_scales, value_scales), positions, page_table)
+            if window is None or window >= page_table.shape[1] * store.page_size:
+                return chunk_attention(q, k, v, *arguments, scale=scale, older=pages.older)
             if window <= WIDEST_WINDOW * q.shape[1]:
-                return windowed_chunk_attention(q, *pages, scale=scale, window=window)
+                return windowed_chunk_attention(q, *arguments, scale=scale, window=window)
         stored = (keys, values, positions, page_table, key_scales, value_scales)
-        return prefill_attention(q, *stored, scale=scale, window=window, softcap=softcap)
+        options = {"scale": scale, "softcap": softcap}
+        newest = prefill_attention(q, *stored, **options, window=window, return_lse=True)
+        return merged([newest, *(prefill_older(q, positions, tier, **options) for tier in pages.older)])
     lengths = positions[:, -1] + 1
-    return paged_attention(
-        q if cache.format is not None else q.astype(keys.dtype),
+    newest = paged_attention(
+        q if store.format is not None else q.astype(keys.dtype),
         keys,
         values,
         page_table,
@@ -191,7 +222,12 @@ def attend(
         softcap=softcap,
         k_scales=key_scales,
         v_scales=value_scales,
-    ).astype(q.dtype)
+        return_lse=bool(pages.older),
+    )
+    if not pages.older:
+        return newest.astype(q.dtype)
+    older = [decode_older(q, tier, scale=scale, softcap=softcap) for tier in pages.older]
+    return merged([newest, *older]).astype(q.dtype)
 
 
 def add_residual(
@@ -211,11 +247,11 @@ def add_residual(
 def decoder_layer(
     params: LayerParams,
     x: Float[Array, "batch tokens hidden"],
-    cache: PagedKVCache | None,
+    cache: KVCache | None,
     layer: int,
     tokens: Tokens,
     config: ModelConfig,
-) -> tuple[Float[Array, "batch tokens hidden"], PagedKVCache | None]:
+) -> tuple[Float[Array, "batch tokens hidden"], KVCache | None]:
     """One layer: attention and MLP, each with the norms its family has before and after."""
     with jax.named_scope("attention"):
         branch, cache = attention_block(params, x, cache, layer, tokens, config)
@@ -238,13 +274,13 @@ def forward(
     params: Params,
     token_ids: Int32[Array, "batch tokens"],
     positions: Int32[Array, "batch tokens"],
-    cache: PagedKVCache | None,
-    page_table: Int32[Array, "batch pages"] | None,
+    cache: KVCache | None,
+    page_table: PageTable | None,
     *,
     config: ModelConfig,
     stage: Stage,
     context_lengths: Int32[Array, " batch"] | None = None,
-) -> tuple[Float[Array, "batch tokens hidden"], PagedKVCache | None]:
+) -> tuple[Float[Array, "batch tokens hidden"], KVCache | None]:
     """Runs `token_ids` through all layers and returns normalised hidden states and the updated cache.
 
     `positions` are places in the sequence, -1 for padding. `context_lengths` is the longest each row will become, for
