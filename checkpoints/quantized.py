@@ -19,6 +19,7 @@ from checkpoints.formats.codes import QuantizedTensor
 from checkpoints.quantized_config import ORIGINAL, Announcement, find_announcement
 from checkpoints.quantized_recipes import RECIPES, Context, Opened
 from checkpoints.safetensors import SafetensorsFolder, read_json
+from checkpoints.safetensors_file import DTYPES
 from checkpoints.tensors import TensorInfo
 
 _INT8_SCALE = "SCB"  # of bitsandbytes in 8 bits
@@ -37,6 +38,26 @@ class _Weight:
     opened: Opened
 
 
+class _HeadersOnly:
+    """A folder whose matrices are zeros: memory that is never written to is never taken, so they cost nothing."""
+
+    def __init__(self, folder: "SafetensorsFolder | _HeadersOnly") -> None:
+        self._folder = folder
+        self.tensors, self.ignored = folder.tensors, folder.ignored
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        info = self.tensors[name]
+        if len(info.shape) < 2 or rows is not None or info.dtype not in DTYPES:
+            return self._folder.read(name, rows)
+        return np.zeros(info.shape, DTYPES[info.dtype])
+
+    def read_into(self, name: str, out: np.ndarray, rows: slice | None = None) -> None:
+        """Leaves `out` as it is: a plain tensor of a folder without data has none."""
+
+    def close(self) -> None:
+        self._folder.close()
+
+
 class QuantizedFolder:
     """Reads the weights of a folder, decoded (`read`, `read_into`) or as codes (`quantized`).
 
@@ -45,7 +66,7 @@ class QuantizedFolder:
     weights, and why; `notes` say where the configuration and the tensors disagree on what is quantised.
     """
 
-    def __init__(self, folder: SafetensorsFolder, announcement: Announcement | None) -> None:
+    def __init__(self, folder: "SafetensorsFolder | _HeadersOnly", announcement: Announcement | None) -> None:
         self._folder = folder
         self._announcement = announcement
         self._weights: dict[str, _Weight] = {}
@@ -126,6 +147,11 @@ class QuantizedFolder:
             and name.removesuffix("bias") + "weight" in self._weights
             and not self._folder.read(name).any()
         }
+
+    def without_data(self) -> "QuantizedFolder":
+        """The same weights with matrices that read as zeros: `quantized` then tells of what kind a weight's codes are
+        and nothing large is read. Vectors, such as GPTQ's order of the inputs, are read; closing this closes both."""
+        return QuantizedFolder(_HeadersOnly(self._folder), self._announcement)
 
     def close(self) -> None:
         self._last = None

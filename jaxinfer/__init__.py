@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from jaxinfer.outputs import Completion as Completion
     from jaxinfer.outputs import Delta as Delta
     from jaxinfer.outputs import RequestOutput as RequestOutput
+    from jaxinfer.planning.plan import MemoryPlan as MemoryPlan
+    from jaxinfer.planning.plan import memory_plan as memory_plan
     from jaxinfer.quantization.api import quantize as quantize
     from jaxinfer.sampling_logprobs import Logprob as Logprob
     from jaxinfer.sampling_params import SamplingParams as SamplingParams
@@ -50,6 +52,7 @@ _MODULES = {
     "EngineConfig": "jaxinfer.engine.config",
     "EngineMetrics": "jaxinfer.engine.metrics",
     "Logprob": "jaxinfer.sampling_logprobs",
+    "MemoryPlan": "jaxinfer.planning.plan",
     "Model": "jaxinfer.model",
     "ModelConfig": "jaxinfer.config",
     "ModelDraft": "jaxinfer.speculative.model_draft",
@@ -68,6 +71,7 @@ _MODULES = {
     "inspect": "jaxinfer.model",
     "load": "jaxinfer.model",
     "logits": "jaxinfer.generation",
+    "memory_plan": "jaxinfer.planning.plan",
     "perplexity": "jaxinfer.scoring",
     "pull": "checkpoints.pull",
     "quantize": "jaxinfer.quantization.api",

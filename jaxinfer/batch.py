@@ -39,8 +39,9 @@ class Limits:
     decode_chunk: int
 
     @classmethod
-    def default(cls) -> "Limits":
-        if jax.default_backend() == "cpu":
+    def default(cls, backend: str | None = None) -> "Limits":
+        """Those of this process's backend, or of another one ("cpu", "gpu")."""
+        if (backend or jax.default_backend()) == "cpu":
             return cls(prefill_chunk=512, prefill_tokens=1024, decode_chunk=4)
         return cls(prefill_chunk=2048, prefill_tokens=16384, decode_chunk=16)
 
@@ -56,6 +57,12 @@ def bucket(value: int, smallest: int = 1) -> int:
 def pages_for(num_tokens: int) -> int:
     """Width of the page table that holds `num_tokens` tokens a row."""
     return bucket(-(-num_tokens // PAGE_SIZE), MIN_PAGES)
+
+
+def pool_pages(num_rows: int, num_tokens: int, spare_tokens: int = 0) -> int:
+    """Pages of a batch's cache: the scratch page, and `num_tokens` tokens with `spare_tokens` behind them for each row,
+    both numbers rounded up to the sizes that programs are compiled for."""
+    return 1 + bucket(num_rows) * (pages_for(num_tokens) + -(-spare_tokens // PAGE_SIZE))
 
 
 def cache_tokens(request: Request) -> int:

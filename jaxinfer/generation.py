@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32
 from tqdm.auto import tqdm
 
 from jaxinfer import kv_cache, steps
-from jaxinfer.batch import PAGE_SIZE, Batch, Limits, bucket, cache_tokens, pages_for
+from jaxinfer.batch import PAGE_SIZE, Batch, Limits, bucket, cache_tokens, pool_pages
 from jaxinfer.memory import free_device_bytes, free_host_bytes
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta, RequestOutput
@@ -126,14 +126,14 @@ def _groups(
         raise ValueError(f"max_batch_size={max_batch_size!r}; expected an integer of at least 1")
     budget = _free_bytes()
     page_bytes = kv_cache.bytes_per_token(model.config, model.cache_dtype) * PAGE_SIZE
-    spare_pages = 0
+    spare_tokens = 0
     if speculation is not None:
         speculation.draft.check(model, max((cache_tokens(request) for request in requests), default=0))
         page_bytes += speculation.draft.bytes_per_token * PAGE_SIZE
-        spare_pages = -(-speculation.draft.k // PAGE_SIZE)
+        spare_tokens = speculation.draft.k
 
     def cost(num_rows: int, longest: int) -> int:
-        return (1 + bucket(num_rows) * (pages_for(longest) + spare_pages)) * page_bytes
+        return pool_pages(num_rows, longest, spare_tokens) * page_bytes
 
     groups: list[list[Request]] = []
     longest = 0  # of the last group

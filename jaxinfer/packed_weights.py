@@ -40,7 +40,7 @@ class QuantizedCheckpoint(Protocol):
     def release(self, name: str) -> None: ...
 
 
-def device_layout(weight: HostWeight) -> DeviceWeight:
+def device_layout(weight: HostWeight | DeviceWeight) -> DeviceWeight:
     """Puts a weight on the default device, packed codes in the order that this device's kernel reads."""
     if isinstance(weight, StackedOutputs):
         return StackedOutputs(tuple(device_layout(part) for part in weight.parts))
@@ -55,7 +55,8 @@ class PackedReader:
     """Reads linear weights without decoding them, where that is possible.
 
     `read_into` decodes a canonical tensor to `dtype`, for those that cannot stay packed. `only_for_kernel` decodes
-    also what no kernel of this device would read. `decoded` counts the quantised tensors that were decoded, by reason.
+    also what no kernel would read, `kernel_layout` being what repacks for one (None: the kernels of this device).
+    `decoded` counts the quantised tensors that were decoded, by reason.
     """
 
     checkpoint: QuantizedCheckpoint
@@ -63,6 +64,7 @@ class PackedReader:
     read_into: Callable[[str, np.ndarray], None]
     dtype: np.dtype
     only_for_kernel: bool = False
+    kernel_layout: Callable[[PackedInt4], PackedInt4] | None = None
     decoded: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def __call__(self, names: Sequence[str], rows: Sequence[int], in_features: int) -> HostWeight | None:
@@ -122,7 +124,7 @@ class PackedReader:
             return None
         try:
             packed = from_codes(codes.codes, codes.scales, codes.offsets, group_size=codes.group_size, book=codes.book)
-            read = to_kernel_layout(packed).layout != "canonical"
+            read = (self.kernel_layout or to_kernel_layout)(packed).layout != "canonical"
         except ValueError as error:  # JAXINFER_KERNELS names a kernel that does not read this kind
             return str(error)
         return None if read else "no kernel of this device reads them"

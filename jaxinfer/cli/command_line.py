@@ -1,4 +1,4 @@
-"""The command line: `jaxinfer generate | chat | score | perplexity | pull | bench | spec-bench | info`.
+"""The command line: `jaxinfer generate | chat | score | perplexity | pull | bench | spec-bench | plan | info`.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 success, 2 bad input (one line says
 what and how to mend it), 130 interrupted, 1 anything else. JAX is imported when a command is run, not before.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jaxinfer
 from jaxinfer.cli.bench_options import add_bench
 from jaxinfer.cli.options import Parser, add_loading, add_model, add_sampling, integers
+from jaxinfer.cli.plan_options import add_plan
 from jaxinfer.cli.scoring_options import add_perplexity, add_score
 
 _COMMANDS = {
@@ -24,6 +25,7 @@ _COMMANDS = {
     "pull": "fetch a model into the cache and print its path",
     "bench": "serve a workload with the engine and print latencies, rates and memory use",
     "spec-bench": "measure what a draft gains on some prompts: speed-up, acceptance by position, time of a step",
+    "plan": "print what memory a model, its cache and its programs will take, and what would fit; reads no weights",
     "info": "print a model's configuration, size, memory and tokenizer, and whether its tensors fit; reads no weights",
 }
 
@@ -103,6 +105,9 @@ def parser() -> argparse.ArgumentParser:
 
     add_loading(commands["bench"])
     add_bench(commands["bench"])
+
+    add_loading(commands["plan"])
+    add_plan(commands["plan"])
 
     info = commands["info"]
     add_model(info)

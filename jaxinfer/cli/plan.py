@@ -1,0 +1,33 @@
+"""`jaxinfer plan MODEL`: what memory a model, its cache and its programs will take, and what would fit."""
+
+import argparse
+import dataclasses
+import sys
+
+from jaxinfer.cli.options import json_line, loading
+from jaxinfer.device import start_device
+from jaxinfer.planning.plan import memory_plan
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the plan as text or JSON. Exit code 0 whether it fits or not: that is an answer too."""
+    start_device()
+    try:
+        plan = memory_plan(
+            options.model,
+            context=options.context,
+            batch=options.batch,
+            gpu_memory=options.gpu_memory,
+            draft=options.draft,
+            num_drafted=options.k,
+            compile=options.compile,
+            progress=sys.stderr.isatty(),
+            **loading(options),
+        )
+        if options.chart is not None:
+            plan.plot(options.chart)
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    facts = dataclasses.asdict(plan) | {"peak": plan.peak, "fits": plan.fits}
+    print(json_line(facts) if options.json else plan)
+    return 0

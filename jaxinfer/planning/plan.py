@@ -1,0 +1,285 @@
+"""`jaxinfer.memory_plan`: what a model, its cache and its programs will take on a device, and what would fit."""
+
+import dataclasses
+import os
+import typing
+from collections.abc import Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer import kv_cache
+from jaxinfer.batch import PAGE_SIZE, pages_for, pool_pages
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import Params
+from jaxinfer.model import inspect, weights_dtype_for
+from jaxinfer.params import random_params
+from jaxinfer.planning.chart import figure, text_bars
+from jaxinfer.planning.target import Target, target_for
+from jaxinfer.planning.temporaries import Temporaries, Work, compiled, estimate
+from jaxinfer.planning.weights import Storage, abstract_params, bytes_by_precision, loading_bytes, num_bytes
+from jaxinfer.quantization.plan import Plan, resolve
+
+if typing.TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CACHE_SHARE = 0.9
+"""Of what the weights leave, `generate` gives the cache so much."""
+
+MOST_ROWS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that `generate` takes on one device for `batch` sequences of up to `context` tokens, the output included.
+
+    Printed it is a table with bars; in a notebook a picture; `plot` draws that to a file.
+    """
+
+    model: str
+    device: str
+    capacity: int
+    """What arrays may take there."""
+    batch: int
+    context: int
+    weights: Mapping[str, int]
+    """By precision."""
+    draft_weights: Mapping[str, int]
+    """By precision; empty without a draft."""
+    kv_dtype: str
+    kv_bytes_per_token: int
+    """Of all layers, the draft's included."""
+    kv_cache: int
+    """With the batch and the context rounded up to powers of two, as `generate` does."""
+    prefill: int
+    """Activations of the largest call that prompts are computed in."""
+    decode: int
+    """Temporaries of a decode step, most of them copies of its logits."""
+    logits: int
+    """Logits of the prompts' last tokens, which stay until the batch is done."""
+    compiling: int
+    """What the compiler takes to try kernels out, where nothing is in its cache yet; not at the same time as the rest
+    of the temporaries."""
+    loading: int
+    """What loading takes beside the weights; gone before there is a cache."""
+    temporaries_from: str
+    """"formula", or "compiler": XLA's own figures."""
+    largest_batch: int | None
+    """Most sequences of `context` tokens that fit; None if not even one does."""
+    longest_context: int | None
+    """Longest context with which `batch` sequences fit, up to the model's; None if not even the shortest does."""
+
+    @property
+    def total_weights(self) -> int:
+        return sum(self.weights.values()) + sum(self.draft_weights.values())
+
+    @property
+    def peak(self) -> int:
+        """The most that is in use at any moment, from loading to the last token."""
+        running = self.kv_cache + max(self.logits + max(self.prefill, self.decode), self.compiling)
+        return self.total_weights + max(running, self.loading)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has room for it, and `generate` would not make smaller batches of it."""
+        return _fits(self.capacity, self.total_weights, self.kv_cache, self.peak)
+
+    def items(self) -> list[tuple[str, int]]:
+        """What the memory goes to at its fullest, loading aside: of temporaries that take turns, the largest."""
+        rows = [(f"weights, {name}", size) for name, size in self.weights.items()]
+        rows += [(f"draft, {name}", size) for name, size in self.draft_weights.items()]
+        rows += [(f"KV cache, {self.kv_dtype}", self.kv_cache), ("logits of prompts", self.logits)]
+        others = {"prefill activations": self.prefill, "decode temporaries": self.decode}
+        others["compiler, trying kernels"] = self.compiling - self.logits
+        most = max(others, key=lambda name: others[name])
+        return [*rows, (most, others[most])]
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def _repr_png_(self) -> bytes | None:
+        """The picture, for a notebook; None without matplotlib, and the notebook shows the text."""
+        try:
+            return getattr(self.plot(), "_repr_png_")()  # noqa: B009 (a Figure has none; the one for notebooks does)
+        except ImportError:
+            return None
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
+        """Draws the memory as one bar against the device's capacity; `path` also saves it, as PNG or by its ending.
+
+        Needs matplotlib, which comes with `pip install jaxinfer[plot]`; raises ImportError without it.
+        """
+        return figure(self.items(), self.capacity, f"{self.model}: {self.batch} x {self.context:,} tokens", path)
+
+
+def memory_plan(
+    path_or_name: str | os.PathLike[str],
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    gpu_memory: int | str | None = None,
+    dtype: jnp.dtype | type | str | None = None,
+    quantize: Plan | str | os.PathLike[str] | None = None,
+    packed: bool | None = None,
+    kv_dtype: jnp.dtype | type | str | None = None,
+    draft: str | os.PathLike[str] | None = None,
+    num_drafted: int = 4,
+    random_weights: bool = False,
+    compile: bool = False,
+    progress: bool | None = None,
+) -> MemoryPlan:
+    """How much memory `load` and `generate` will take, without loading: from the configuration and the files' headers.
+
+    `batch` sequences of `context` tokens each (the model's context by default), prompt and output together. The
+    device is this process's, or with `gpu_memory` ("24GiB") a GPU that need not be here; of a GPU, arrays get the
+    share that JAX takes. `dtype`, `quantize`, `packed` and `kv_dtype` are those of `load`; `random_weights` plans for
+    the random codes that it makes for benchmarks. `draft` is a smaller model that drafts `num_drafted` tokens a step.
+
+    Weights and cache are counted by the functions that allocate them, and exact. Activations and other temporaries
+    come from a formula (within a tenth or so); `compile` asks XLA instead, which takes some seconds and is for this
+    process's device.
+
+    Raises ValueError or CheckpointError as `load` does, and for sizes that make no sense.
+    """
+    target = target_for(gpu_memory)
+    if quantize is not None and packed is not None:
+        raise ValueError("packed keeps the codes of the checkpoint, quantize makes new ones: pass one of them")
+    if compile and not target.is_here:
+        raise ValueError("compile asks the compiler for this process's device, which is not a GPU; leave it out")
+    weights_dtype = target.default_dtype if dtype is None else weights_dtype_for(dtype)
+    cache_dtype = weights_dtype if kv_dtype is None else kv_dtype
+    kv_cache.format_for(cache_dtype)
+    found = inspect(path_or_name, progress=progress)
+    config = found.config
+    context = config.max_position_embeddings if context is None else context
+    _check_sizes(config, context, batch)
+    storage = Storage(weights_dtype, None if quantize is None else resolve(quantize), packed)
+    if random_weights:
+        params = jax.eval_shape(lambda: random_params(config, weights_dtype, 0, plan=storage.plan))
+    else:
+        params = abstract_params(found.path, config, storage, target)
+    models = [Loaded(config, params, jnp.dtype(cache_dtype))]
+    if draft is not None:
+        other = inspect(draft, progress=progress)
+        outline = abstract_params(other.path, other.config, Storage(weights_dtype), target)
+        models.append(Loaded(other.config, outline, weights_dtype))
+    spare = 0 if draft is None else num_drafted
+    loading = max(loading_bytes(model.params, storage, random_weights) for model in models)
+
+    def temporaries(rows: int, tokens: int) -> Temporaries:
+        return estimate(config, params, weights_dtype, Work.of(rows, tokens, target.backend), target.backend)
+
+    def fits(rows: int, tokens: int) -> bool:
+        cache = _cache_bytes(models, rows, tokens, spare)
+        weights = sum(num_bytes(model.params) for model in models)
+        return _fits(target.capacity, weights, cache, weights + cache + temporaries(rows, tokens).most)
+
+    work = Work.of(batch, context, target.backend)
+    chosen = compiled(config, params, work, jnp.dtype(cache_dtype)) if compile else temporaries(batch, context)
+    return MemoryPlan(
+        model=os.fspath(path_or_name),
+        device=target.name,
+        capacity=target.capacity,
+        batch=batch,
+        context=context,
+        weights=bytes_by_precision(params),
+        draft_weights={} if draft is None else bytes_by_precision(models[1].params),
+        kv_dtype=jnp.dtype(cache_dtype).name,
+        kv_bytes_per_token=sum(kv_cache.bytes_per_token(model.config, model.cache_dtype) for model in models),
+        kv_cache=_cache_bytes(models, batch, context, spare),
+        prefill=chosen.prefill,
+        decode=chosen.decode,
+        logits=chosen.logits,
+        compiling=_compiling_bytes(config, weights_dtype, work, target),
+        loading=loading,
+        temporaries_from="compiler" if compile else "formula",
+        largest_batch=_last(lambda rows: fits(rows, context), _doubled(1, MOST_ROWS)),
+        longest_context=_last(lambda tokens: fits(batch, tokens), _contexts(config)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model as it would be in memory."""
+
+    config: ModelConfig
+    params: Params
+    cache_dtype: jnp.dtype
+
+
+def _check_sizes(config: ModelConfig, context: int, batch: int) -> None:
+    if not 1 <= context <= config.max_position_embeddings:
+        raise ValueError(f"context={context}; expected 1 to {config.max_position_embeddings}, the model's own")
+    if not 1 <= batch <= MOST_ROWS:
+        raise ValueError(f"batch={batch}; expected 1 to {MOST_ROWS}")
+
+
+def _cache_bytes(models: Iterable[Loaded], rows: int, tokens: int, spare_tokens: int) -> int:
+    """Bytes of the pools that `generate` makes."""
+    pages = pool_pages(rows, tokens, spare_tokens)
+    return sum(
+        num_bytes(
+            jax.eval_shape(lambda model=model: kv_cache.create(model.config, pages, PAGE_SIZE, model.cache_dtype))
+        )
+        for model in models
+    )
+
+
+def _compiling_bytes(config: ModelConfig, dtype: jnp.dtype, work: Work, target: Target) -> int:
+    """Operands and two results of the largest product, with which XLA compares kernels on a GPU."""
+    if target.backend == "cpu":
+        return 0
+    tokens, inputs, out = work.prefill_rows * work.chunk, config.hidden_size, 2 * config.intermediate_size
+    return (tokens * inputs + inputs * out + 2 * tokens * out) * dtype.itemsize
+
+
+def _fits(capacity: int, weights: int, cache: int, peak: int) -> bool:
+    return peak <= capacity and cache <= CACHE_SHARE * (capacity - weights)
+
+
+def _doubled(first: int, last: int) -> Iterable[int]:
+    size = first
+    while size <= last:
+        yield size
+        size *= 2
+
+
+def _contexts(config: ModelConfig) -> Iterable[int]:
+    """The longest context of each width of page table, ascending; the model's own ends them."""
+    longest = config.max_position_embeddings
+    for pages in _doubled(pages_for(1), pages_for(longest)):
+        yield min(pages * PAGE_SIZE, longest)
+
+
+def _last(fits: typing.Callable[[int], bool], sizes: Iterable[int]) -> int | None:
+    """The last of ascending sizes before one that does not fit."""
+    last = None
+    for size in sizes:
+        if not fits(size):
+            break
+        last = size
+    return last
+
+
+def _lines(plan: MemoryPlan) -> Iterable[str]:
+    """The plan for people."""
+    yield f"{plan.model}: {plan.batch} x {plan.context:,} tokens on {plan.device}"
+    yield ""
+    yield from text_bars(plan.items(), plan.capacity)
+    yield ""
+    verdict = "fits" if plan.fits else "does not fit"
+    yield f"peak           {gib(plan.peak)} of {gib(plan.capacity)}: {verdict}"
+    yield f"while loading  {gib(plan.total_weights + plan.loading)}"
+    if plan.compiling:
+        yield f"compiling      {gib(plan.compiling)} to try kernels, once: not where the program is in the cache"
+    yield f"prefill        {gib(plan.prefill)} of activations, by the {plan.temporaries_from}"
+    yield f"decode         {gib(plan.decode)} of temporaries"
+    yield f"KV per token   {plan.kv_bytes_per_token:,} bytes"
+    batch = "none" if plan.largest_batch is None else f"{plan.largest_batch:,}"
+    yield f"largest batch  {batch} at {plan.context:,} tokens"
+    context = "none" if plan.longest_context is None else f"{plan.longest_context:,} tokens"
+    yield f"longest        {context} at batch {plan.batch}"
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB"

@@ -1,0 +1,195 @@
+"""The parameters that `load` would make, as shapes and types: from a configuration and the headers of files.
+
+The functions that load are run on outlines: tensors whose data is never read. So what a plan says of a weight's codes,
+groups and padding is what the loader itself would do.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.formats.codes import QuantizedTensor
+from checkpoints.gguf import GGUFFile
+from checkpoints.quantized import QuantizedFolder, open_folder
+from jaxinfer.checkpoint_weights import match_tensors, wants_codes
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import Params
+from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.packed_weights import PackedReader
+from jaxinfer.params import ParamSpec, ReadPacked, build, has_own_head, linear_names
+from jaxinfer.planning.target import Target
+from jaxinfer.quantization.plan import Plan
+from jaxinfer.quantization.quantizer import quantize_weight
+from pallas_kernels.int4_matmul import PackedInt4
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How weights are kept, as `load` was asked: see there. `plan` and `packed` exclude each other."""
+
+    dtype: jnp.dtype
+    plan: Plan | None = None
+    packed: bool | None = None
+
+
+def abstract_params(path: pathlib.Path, config: ModelConfig, storage: Storage, target: Target) -> Params:
+    """`Params` of `jax.ShapeDtypeStruct`s, as `load` makes them of the checkpoint at `path` for that device.
+
+    A folder with a config.json alone is taken for one of plain tensors. Of a quantised folder's tensors only vectors
+    are read, of a GGUF file's one row each. Raises CheckpointError for what `load` would refuse.
+    """
+    plan = storage.plan
+    if plan is not None:
+        plan.check(linear_names(config))
+        return build(config, lambda spec: _by_plan(spec, storage, target), has_own_head(plan))
+    with _packed_reader(path, config, storage, target) as read_packed:
+        return build(config, lambda spec: _as_stored(spec, storage, target, read_packed), False)
+
+
+def bytes_by_precision(params: Params) -> dict[str, int]:
+    """Bytes of parameters, abstract or not, by what they are: "int4, groups of 64", "int8", "bfloat16", "norms", ..."""
+    found: collections.Counter[str] = collections.Counter()
+    for leaf in jax.tree.leaves(params, is_leaf=_is_codes):
+        if isinstance(leaf, PackedInt4):
+            found[f"int4, groups of {leaf.group_size}"] += num_bytes(leaf)
+        elif isinstance(leaf, ScaledCodes):
+            found[str(leaf.codes.dtype)] += num_bytes(leaf)
+        else:
+            found[str(leaf.dtype) if len(leaf.shape) > 1 else "norms and biases"] += num_bytes(leaf)
+    return dict(found.most_common())
+
+
+def _is_codes(node: object) -> bool:
+    return isinstance(node, (PackedInt4, ScaledCodes))
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a pytree, abstract or not."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _by_plan(spec: ParamSpec, storage: Storage, target: Target) -> Any:
+    """What `QuantizingReader` makes of a parameter."""
+    plan = storage.plan
+    assert plan is not None
+    if spec.columns is None or not spec.is_linear:
+        return _plain(spec, storage)
+    parts = []
+    for precision, run in plan.runs([name.removesuffix(".weight") for name in spec.sources]):
+        shape = (sum(spec.rows[run]), spec.columns)
+        if precision is None:
+            parts.append(jax.ShapeDtypeStruct(shape, storage.dtype))
+        else:
+            codes = jax.eval_shape(
+                lambda weight, precision=precision: quantize_weight(weight, precision),
+                jax.ShapeDtypeStruct(shape, jnp.float32),
+            )
+            parts.append(_on_device(codes, target))
+    return parts[0] if len(parts) == 1 else StackedOutputs(tuple(parts))
+
+
+def _as_stored(spec: ParamSpec, storage: Storage, target: Target, read_packed: ReadPacked | None) -> Any:
+    """What `assemble` makes of a parameter."""
+    if read_packed is not None and spec.is_linear and spec.columns is not None:
+        packed = read_packed(spec.sources, spec.rows, spec.columns)
+        if packed is not None:
+            outline = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), packed)
+            return _on_device(outline, target)
+    return _plain(spec, storage)
+
+
+def _plain(spec: ParamSpec, storage: Storage) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(jnp.float32) if spec.is_norm else storage.dtype)
+
+
+def _on_device(weight: Any, target: Target) -> Any:
+    """`packed_weights.device_layout` of an outline."""
+    if isinstance(weight, StackedOutputs):
+        return StackedOutputs(tuple(_on_device(part, target) for part in weight.parts))
+    if isinstance(weight, PermutedInputs):
+        return PermutedInputs(_on_device(weight.weight, target), weight.permutation)
+    return jax.eval_shape(target.kernel_layout, weight) if isinstance(weight, PackedInt4) else weight
+
+
+class _Unread(QuantizedTensor):
+    """A tensor that is asked of what kind its codes are, and then handed over in no pieces."""
+
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        return iter(())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outline:
+    """A checkpoint whose tensors are not read, for `PackedReader`."""
+
+    checkpoint: QuantizedFolder | GGUFFile
+
+    def code_bits(self, name: str) -> int | None:
+        return self.checkpoint.code_bits(name)
+
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        tensor = self.checkpoint.quantized(name)
+        return None if tensor is None else _Unread(tensor.shape, tensor.rows, tensor.permutation)
+
+    def release(self, name: str) -> None:
+        self.checkpoint.release(name)
+
+
+@contextlib.contextmanager
+def _packed_reader(
+    path: pathlib.Path, config: ModelConfig, storage: Storage, target: Target
+) -> Iterator[ReadPacked | None]:
+    """The reader that `load` would have; None for plain tensors, and where quantised ones are decoded."""
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        yield None
+        return
+    with contextlib.closing(open_folder(path) if path.is_dir() else GGUFFile(path)) as checkpoint:
+        match = match_tensors(config, checkpoint)
+        if match.mismatch:
+            raise CheckpointError(f"{path}: {match.mismatch}")
+        wanted = wants_codes(storage.packed, storage.dtype, target.backend)
+        if not wanted or not isinstance(checkpoint, QuantizedFolder | GGUFFile):
+            yield None
+            return
+        outline = checkpoint.without_data() if isinstance(checkpoint, QuantizedFolder) else checkpoint
+        # Rows that nobody wrote need not be put into the model's order of heads.
+        sources = {name: dataclasses.replace(source, unpermute_heads=None) for name, source in match.sources.items()}
+        yield PackedReader(
+            _Outline(outline),
+            sources,
+            lambda name, out: None,
+            np.dtype(storage.dtype),
+            only_for_kernel=storage.packed is None,
+            kernel_layout=target.kernel_layout,
+        )
+
+
+def largest(params: Params) -> tuple[int, int]:
+    """Shape of the largest linear weight of the layers that is packed in 4 bits; (0, 0) if there is none."""
+    shapes = [
+        leaf.shape
+        for leaf in jax.tree.leaves(params.layers, is_leaf=lambda node: isinstance(node, PackedInt4))
+        if isinstance(leaf, PackedInt4)
+    ]
+    return max(shapes, key=lambda shape: shape[0] * shape[1], default=(0, 0))
+
+
+def loading_bytes(params: Params, storage: Storage, random: bool) -> int:
+    """Bytes that loading takes on the device beside the weights: room to make the largest of them.
+
+    Plain tensors go there as they are. Codes are put into the kernel's order, with three bytes a weight for a moment;
+    quantising has the weight in float32, and codes and errors of its groups; random numbers are drawn in 32 bits.
+    """
+    if random:
+        return 4 * max(leaf.size for leaf in jax.tree.leaves(params))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params, is_leaf=_is_codes) if _is_codes(leaf)]
+    weights = max((shape[0] * shape[1] for shape in shapes), default=0)
+    return weights * (3 if storage.plan is None else 8)
