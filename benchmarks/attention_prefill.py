@@ -146,7 +146,8 @@ def kernel(
         window=WINDOW if case.route.endswith("windowed") else None,
     )
     plan = dataclasses.replace(plan, **dict(case.schedule))
-    return mosaic.paged_prefill(q, *pools, table, positions[:, 0], positions[:, -1] + 1, None, plan=plan)
+    places = (table, positions[:, 0], positions[:, -1] + 1)
+    return mosaic.paged_prefill(q, *pools, *places, None, plan=plan, return_lse=False)[0]
 
 
 # cuDNN on contiguous arrays, the two routes of a chunk through it, what XLA makes of it, and the kernel.

@@ -167,11 +167,11 @@ def simulate(
     starts: np.ndarray,
     lengths: np.ndarray,
     sinks: np.ndarray | None,
-) -> np.ndarray:
-    """What the kernel returns."""
-    out = np.full(q.size, np.nan, BF16)
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel returns: output and log-sum-exp."""
+    out, lse = np.full(q.size, np.nan, BF16), np.full(q.size // plan.head_dim, np.nan, np.float32)
     flat = [np.ascontiguousarray(x).reshape(-1) for x in (q, k_pages, v_pages, page_table, starts, lengths)]
-    arguments = Arguments(*flat, sinks=sinks, out=out)
+    arguments = Arguments(*flat, sinks=sinks, out=out, lse=lse)
     for block in range(plan.launched):
         barriers, turns = Barriers(), Turns()
 
@@ -180,4 +180,4 @@ def simulate(
             mosaic.prefill(w, plan, arguments, w.integer(block))
 
         run_cluster(1, CONSUMER_WARPS + PRODUCERS // 32, plan.shared_bytes, program)
-    return out.reshape(q.shape)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])

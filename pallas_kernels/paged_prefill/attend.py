@@ -29,7 +29,7 @@ class Attend:
         self.quad = w.lane % 4
         first = part.first_row + w.warp * 16 + w.lane // 4
         self.rows = [first, first + 8]
-        self.last_keys = [part.start + row // plan.group for row in self.rows]
+        self.positions = [part.start + row // plan.group for row in self.rows]
         stride = 8 * plan.swizzle
         self.queries = w.matrix(self.warpgroup * plan.query_bytes, 16, stride, plan.swizzle)
         # With a soft-cap, logits are brought to powers of two before the maximum is taken.
@@ -77,13 +77,14 @@ class Attend:
 
         def mask() -> list[Any]:
             # Counted from the lane's first key of the tile.
-            last = [key - tile * plan.keys - self.quad * 2 for key in self.last_keys]
+            origin = tile * plan.keys + self.quad * 2
+            ends = [w.minimum(position + 1, part.length) - origin for position in self.positions]
             visible = []
             for i, score in enumerate(scores):
                 key, row = w.integer(8 * (i // 4) + i % 2), i // 2 % 2
-                seen = key <= last[row]
+                seen = key < ends[row]
                 if plan.window is not None:
-                    seen = seen & (last[row] - plan.window < key)
+                    seen = seen & (self.positions[row] - origin - plan.window < key)
                 visible.append(w.select(seen, score, lowest))
             return visible
 
@@ -188,20 +189,24 @@ class Attend:
         for index, row in enumerate(self.rows):
             token, head = row // plan.group, part.kv_head * plan.group + row % plan.group
             inside = token < plan.tokens
-            total, kept = sums[index], w.number(1.0)
+            total, low, kept = sums[index], lows[index], w.number(1.0)
             for mask in (1, 2):
                 total = total + w.shuffle_xor(total, mask)
             if plan.sinks:
                 sink = w.as_float(w.load_integer(a.sinks, head, inside)) * LOG2_E
-                low = w.minimum(lows[index], w.number(0.0) - sink)
+                low = w.minimum(low, w.number(0.0) - sink)
                 kept = w.exp2(low - lows[index])
                 total = w.fma(total, kept, w.exp2(sink + low))
-            # Nothing is seen by padding outside its window.
+            # Padding may see nothing.
             share = w.select(total > 0, w.reciprocal(total) * kept, w.number(0.0))
-            offset = ((part.row * plan.tokens + token) * plan.q_heads + head) * plan.head_dim + self.quad * 2
+            place = (part.row * plan.tokens + token) * plan.q_heads + head
+            offset = place * plan.head_dim + self.quad * 2
             for column in range(0, plan.head_dim, 8):
-                low, high = (values[column // 2 + 2 * index + i] * share for i in range(2))
-                w.store_pair(a.out, offset, column, w.pack(low, high, "bfloat16"), inside)
+                pair = (values[column // 2 + 2 * index + i] * share for i in range(2))
+                w.store_pair(a.out, offset, column, w.pack(*pair, "bfloat16"), inside)
+            if a.lse is not None:
+                lse = (w.log2(total) - low) * math.log(2)
+                w.store_number(a.lse, place, lse, "float32", inside & (self.quad < 1))
 
 
 def tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:

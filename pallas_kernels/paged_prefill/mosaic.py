@@ -57,7 +57,7 @@ def prefill(w: Any, plan: PrefillPlan, a: Arguments, block: Any) -> None:
 
 
 # Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
-@functools.partial(jax.jit, static_argnames=("plan",))
+@functools.partial(jax.jit, static_argnames=("plan", "return_lse"))
 def paged_prefill(
     q: jax.Array,
     k_pages: jax.Array,
@@ -68,25 +68,34 @@ def paged_prefill(
     sinks: jax.Array | None,
     *,
     plan: PrefillPlan,
-) -> jax.Array:
-    """Runs the kernel. bfloat16 q, pages and output; float32 sinks."""
+    return_lse: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs the kernel. bfloat16 q, pages and output; float32 sinks and log-sum-exp."""
     operands = [q, k_pages, v_pages, page_table, starts, lengths, *(() if sinks is None else (sinks,))]
+    out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    if return_lse:
+        out_type.append(jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar))
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
-            *inputs, out, shared, block = values
+            inputs, (*outs, shared, block) = values[: len(operands)], values[len(operands) :]
             w = PrefillWarp(shared)
-            arguments = Arguments(*inputs[:6], sinks=None if sinks is None else inputs[6], out=out)
+            arguments = Arguments(
+                *inputs[:6],
+                sinks=None if sinks is None else inputs[6],
+                out=outs[0],
+                lse=outs[1] if return_lse else None,
+            )
             prefill(w, plan, arguments, w.scalar(block))
 
         emit(*refs, lax.axis_index("block"))
 
-    return plgpu.kernel(
+    outs = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=out_type,
         grid=(plan.launched,),
         grid_names=("block",),
         num_threads=(32 * CONSUMER_WARPS + PRODUCERS) // 128,
@@ -94,3 +103,4 @@ def paged_prefill(
         scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],
         kernel_name="paged_prefill",
     )(*operands)
+    return outs[0], (outs[1] if return_lse else None)

@@ -18,6 +18,7 @@ class Arguments:
     lengths: Any
     sinks: Any
     out: Any
+    lse: Any
 
 
 def number_of_parts(w: Any, plan: PrefillPlan, block: Any) -> Any:
@@ -52,12 +53,12 @@ class Part:
         self.length = w.load_integer(a.lengths, self.row, always)
         first = self.start + self.first_row // plan.group
         last = self.start + w.minimum((self.first_row + (ROWS - 1)) // plan.group, w.integer(plan.tokens - 1))
-        # Padding sees the first keys or the last ones, whatever they are: only its result must be finite.
+        # One tile at least, or there would be no last one.
         last_key = w.maximum(w.minimum(last, self.length - 1), w.integer(0))
         self.last_tile = last_key // plan.keys
         self.first_tile = w.integer(0)
         # Tiles from the first number on, and before the second, hold keys that some of the queries must not see.
-        self.masked_from, self.masked_before = (first + 1) // plan.keys, w.integer(0)
+        self.masked_from, self.masked_before = w.minimum(first + 1, self.length) // plan.keys, w.integer(0)
         if plan.window is not None:
             first_key = w.maximum(first - (plan.window - 1), w.integer(0))
             self.first_tile = w.minimum(first_key // plan.keys, self.last_tile)

@@ -33,6 +33,9 @@ class PrefillWarp(WideWarp):
     def reciprocal(self, x: Value) -> Value:
         return self._unary("rcp.approx.ftz.f32", x)
 
+    def log2(self, x: Value) -> Value:
+        return self._unary("lg2.approx.ftz.f32", x)
+
     def _unary(self, instruction: str, x: Value) -> Value:
         return Value(llvm.inline_asm(ir.F32Type.get(), [x.ir], f"{instruction} $0, $1;", "=f,f"))
 
