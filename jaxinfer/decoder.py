@@ -78,14 +78,14 @@ class Tokens:
     stage: Stage
 
 
-def attention_block(
+def attention_block[Cache: KVCache](
     params: LayerParams,
     x: Float[Array, "batch tokens hidden"],
-    cache: KVCache | None,
+    cache: Cache | None,
     layer: int,
     tokens: Tokens,
     config: ModelConfig,
-) -> tuple[Float[Array, "batch tokens hidden"], KVCache | None]:
+) -> tuple[Float[Array, "batch tokens hidden"], Cache | None]:
     """Normalises, projects, rotates, appends to the cache, attends, projects back."""
     batch, length, _ = x.shape
     layer_config = config.layers[layer]
@@ -244,14 +244,14 @@ def add_residual(
     return x + branch
 
 
-def decoder_layer(
+def decoder_layer[Cache: KVCache](
     params: LayerParams,
     x: Float[Array, "batch tokens hidden"],
-    cache: KVCache | None,
+    cache: Cache | None,
     layer: int,
     tokens: Tokens,
     config: ModelConfig,
-) -> tuple[Float[Array, "batch tokens hidden"], KVCache | None]:
+) -> tuple[Float[Array, "batch tokens hidden"], Cache | None]:
     """One layer: attention and MLP, each with the norms its family has before and after."""
     with jax.named_scope("attention"):
         branch, cache = attention_block(params, x, cache, layer, tokens, config)
@@ -270,17 +270,17 @@ def decoder_layer(
         return add_residual(x, branch, params.mlp_post_norm, config), cache
 
 
-def forward(
+def forward[Cache: KVCache](
     params: Params,
     token_ids: Int32[Array, "batch tokens"],
     positions: Int32[Array, "batch tokens"],
-    cache: KVCache | None,
+    cache: Cache | None,
     page_table: PageTable | None,
     *,
     config: ModelConfig,
     stage: Stage,
     context_lengths: Int32[Array, " batch"] | None = None,
-) -> tuple[Float[Array, "batch tokens hidden"], KVCache | None]:
+) -> tuple[Float[Array, "batch tokens hidden"], Cache | None]:
     """Runs `token_ids` through all layers and returns normalised hidden states and the updated cache.
 
     `positions` are places in the sequence, -1 for padding. `context_lengths` is the longest each row will become, for

@@ -18,10 +18,10 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jaxinfer import decoder
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
-from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.sampling import sample
 from jaxinfer.sampling_logprobs import TokenLogprobs
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
+from jaxinfer.tiers import KVCache, PageTable
 
 # The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
 
@@ -76,33 +76,33 @@ def sample_first(
 @functools.partial(jax.jit, static_argnames=("config", "variant", "num_steps"), donate_argnames=("cache", "state"))
 def decode_chunk(
     params: Params,
-    cache: PagedKVCache,
+    cache: KVCache,
     state: DecodeState,
     active: Bool[Array, " batch"],
-    page_table: Int32[Array, "batch pages"],
+    page_table: PageTable,
     *,
     config: ModelConfig,
     variant: SamplerVariant,
     num_steps: int,
-) -> tuple[PagedKVCache, DecodeState, DecodedChunk]:
+) -> tuple[KVCache, DecodeState, DecodedChunk]:
     """Runs `num_steps` decode steps. Rows not `active` (the host ended them: a stop string, say) are done at once."""
     state = dataclasses.replace(state, done=state.done | ~active)
     return decode_steps(params, cache, state, page_table, config=config, variant=variant, num_steps=num_steps)
 
 
-def decode_steps(
+def decode_steps[Cache: KVCache](
     params: Params,
-    cache: PagedKVCache,
+    cache: Cache,
     state: DecodeState,
-    page_table: Int32[Array, "batch pages"],
+    page_table: PageTable,
     *,
     config: ModelConfig,
     variant: SamplerVariant,
     num_steps: int,
-) -> tuple[PagedKVCache, DecodeState, DecodedChunk]:
+) -> tuple[Cache, DecodeState, DecodedChunk]:
     """The loop itself, for use inside a jitted program. Rows that are `done` write nothing and gain nothing."""
 
-    def step(carry: tuple[PagedKVCache, DecodeState], _: None):
+    def step(carry: tuple[Cache, DecodeState], _: None):
         cache, state = carry
         positions = jnp.where(state.done, jnp.int32(-1), state.positions)
         hidden, new_cache = decoder.forward(
@@ -129,10 +129,10 @@ def decode_steps(
 
 def compile_chunk(
     params: Params,
-    cache: PagedKVCache,
+    cache: KVCache,
     state: DecodeState,
     active: jax.Array,
-    page_table: jax.Array,
+    page_table: PageTable,
     *,
     config: ModelConfig,
     variant: SamplerVariant,

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int32
 from jaxinfer import decoder
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params, Stage
-from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.sampling_logprobs import TokenLogprobs, token_logprobs
+from jaxinfer.tiers import KVCache, PageTable
 
 
 def prefill_positions(
@@ -29,16 +29,16 @@ def prefill_positions(
 @functools.partial(jax.jit, static_argnames=("config", "from_empty"), donate_argnames="cache")
 def prefill(
     params: Params,
-    cache: PagedKVCache,
+    cache: KVCache,
     tokens: Int32[Array, "batch tokens"],
     lengths: Int32[Array, " batch"],
     starts: Int32[Array, " batch"],
-    page_table: Int32[Array, "batch pages"],
+    page_table: PageTable,
     *,
     config: ModelConfig,
     context_lengths: Int32[Array, " batch"] | None = None,
     from_empty: bool = False,
-) -> tuple[Float[Array, "batch vocab"], PagedKVCache]:
+) -> tuple[Float[Array, "batch vocab"], KVCache]:
     """Processes a chunk of each row's prompt and returns float32 logits of its last real token.
 
     Row b holds `lengths[b]` real tokens, then padding; its first token sits at position `starts[b]`, and positions
@@ -56,18 +56,18 @@ def prefill(
 @functools.partial(jax.jit, static_argnames=("num_logprobs", "config", "from_empty"), donate_argnames="cache")
 def prefill_scored(
     params: Params,
-    cache: PagedKVCache,
+    cache: KVCache,
     tokens: Int32[Array, "batch tokens"],
     lengths: Int32[Array, " batch"],
     starts: Int32[Array, " batch"],
-    page_table: Int32[Array, "batch pages"],
+    page_table: PageTable,
     targets: Int32[Array, "batch tokens"],
     *,
     num_logprobs: int,
     config: ModelConfig,
     context_lengths: Int32[Array, " batch"] | None = None,
     from_empty: bool = False,
-) -> tuple[Float[Array, "batch vocab"], TokenLogprobs, PagedKVCache]:
+) -> tuple[Float[Array, "batch vocab"], TokenLogprobs, KVCache]:
     """`prefill` that also scores `targets[b, t]` as the successor of `tokens[b, t]`.
 
     The head runs over up to 64 positions at a time: logits of all positions never exist at once.
@@ -94,14 +94,14 @@ def prefill_scored(
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def decode(
     params: Params,
-    cache: PagedKVCache,
+    cache: KVCache,
     tokens: Int32[Array, " batch"],
     positions: Int32[Array, " batch"],
-    page_table: Int32[Array, "batch pages"],
+    page_table: PageTable,
     *,
     config: ModelConfig,
     context_lengths: Int32[Array, " batch"] | None = None,
-) -> tuple[Float[Array, "batch vocab"], PagedKVCache]:
+) -> tuple[Float[Array, "batch vocab"], KVCache]:
     """Appends one token a row, at `positions[b]` (-1: the row is idle), and returns float32 logits of the next."""
     hidden, cache = _forward(
         params, cache, tokens[:, None], positions[:, None], page_table, config, context_lengths, "decode"
@@ -112,14 +112,14 @@ def decode(
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def verify(
     params: Params,
-    cache: PagedKVCache,
+    cache: KVCache,
     tokens: Int32[Array, "batch drafted"],
     positions: Int32[Array, " batch"],
-    page_table: Int32[Array, "batch pages"],
+    page_table: PageTable,
     *,
     config: ModelConfig,
     context_lengths: Int32[Array, " batch"] | None = None,
-) -> tuple[Float[Array, "batch drafted vocab"], PagedKVCache]:
+) -> tuple[Float[Array, "batch drafted vocab"], KVCache]:
     """Appends several tokens a row, the first at `positions[b]` (-1: idle), and returns float32 logits after each."""
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     token_positions = jnp.where(positions[:, None] >= 0, positions[:, None] + offsets, jnp.int32(-1))
@@ -129,14 +129,14 @@ def verify(
 
 def _forward(
     params: Params,
-    cache: PagedKVCache,
+    cache: KVCache,
     tokens: jax.Array,
     positions: jax.Array,
-    page_table: jax.Array,
+    page_table: PageTable,
     config: ModelConfig,
     context_lengths: jax.Array | None,
     stage: Stage,
-) -> tuple[jax.Array, PagedKVCache]:
+) -> tuple[jax.Array, KVCache]:
     hidden, new_cache = decoder.forward(
         params, tokens, positions, cache, page_table, config=config, stage=stage, context_lengths=context_lengths
     )

@@ -161,11 +161,11 @@ def layer_pages(
     return LayerPages(cache.recent, place, since(tables.recent_start), tables.recent, tuple(older))
 
 
-def with_store(cache: KVCache, layer: int, store: PagedKVCache) -> KVCache:
+def with_store[Cache: KVCache](cache: Cache, layer: int, store: PagedKVCache) -> Cache:
     """The cache in which `store` is what new keys and values of `layer` went to."""
     if isinstance(cache, PagedKVCache):
-        return store
-    return dataclasses.replace(cache, **{"window" if cache.windowed[layer] else "recent": store})
+        return typing.cast(Cache, store)
+    return typing.cast(Cache, dataclasses.replace(cache, **{"window" if cache.windowed[layer] else "recent": store}))
 
 
 @dataclasses.dataclass(frozen=True)
