@@ -5,9 +5,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from simulated_code_words import SimulatedCodeWords
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
-from pallas_kernels.int4_matmul import PackedInt4, mosaic
+from pallas_kernels.int4_matmul import mosaic
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Weights
 
@@ -19,7 +21,7 @@ DTYPES = {
 }
 
 
-class SimulatedInt4Warp(SimulatedWarp):
+class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
     """Copies arrive as late as they may: when a wait demands them. Until then their destination is NaN."""
 
     def __init__(self, warp: SimulatedWarp):
@@ -82,19 +84,22 @@ class SimulatedInt4Warp(SimulatedWarp):
         return tuple(((bits >> np.uint32(shift)) & np.uint32(0x0F0F0F0F)).view(np.int32) for shift in (0, 4))
 
     def mma_bytes(
-        self, acc: list[np.ndarray], a: list[np.ndarray], b: list[np.ndarray], *, signed: bool
+        self, acc: list[np.ndarray], a: list[np.ndarray], b: list[np.ndarray], *, signed: tuple[bool, bool]
     ) -> tuple[np.ndarray, ...]:
         """The fragment layouts of mma.m16n8k32 for bytes as the PTX manual gives them; m16n8k16 is its first half."""
         group, quad = LANE // 4, LANE % 4
         left, right = np.zeros((16, 32), np.int64), np.zeros((32, 8), np.int64)
         for i, words in enumerate(a):
+            numbers = self._bytes(words).view(np.int8 if signed[0] else np.uint8)
             for byte in range(4):
-                left[group + 8 * (i % 2), 16 * (i // 2) + 4 * quad + byte] = self._bytes(words)[:, byte]
+                left[group + 8 * (i % 2), 16 * (i // 2) + 4 * quad + byte] = numbers[:, byte]
         for i, words in enumerate(b):
-            numbers = self._bytes(words).view(np.int8 if signed else np.uint8)
+            numbers = self._bytes(words).view(np.int8 if signed[1] else np.uint8)
             for byte in range(4):
                 right[16 * i + 4 * quad + byte, group] = numbers[:, byte]
         product = left @ right
+        # The bits of float32 numbers around 1.5 x 2^23: beyond 2^22 they are no integers any more.
+        assert (np.abs(product) < 1 << 22).all()
         return tuple((acc[e] + product[group + 8 * (e // 2), 2 * quad + e % 2]).astype(np.int32) for e in range(4))
 
     def as_number(self, bits: np.ndarray) -> np.ndarray:
@@ -174,16 +179,13 @@ class SimulatedInt4Warp(SimulatedWarp):
         ref[where] = value[predicate].astype(DTYPES[dtype])
 
 
-def simulate(x: np.ndarray, weight: PackedInt4, schedule: Schedule, out_dtype: str = "float32") -> np.ndarray:
+def simulate(x: np.ndarray, weight: Packed, schedule: Schedule, out_dtype: str = "float32") -> np.ndarray:
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
     plan = Plan.of(x.shape[0], weight, schedule)
     out = np.full(plan.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
     arguments = mosaic.arguments_of(
         weight,
-        weights=Weights(
-            *(None if a is None else np.ascontiguousarray(a).reshape(-1) for a in (weight.codes, weight.scales)),
-            None if weight.offsets is None else np.ascontiguousarray(weight.offsets).reshape(-1),
-        ),
+        weights=flat_weights(weight),
         x=np.ascontiguousarray(x).reshape(-1).view(np.uint8),
         out=out,
         out_dtype=out_dtype,
@@ -192,6 +194,11 @@ def simulate(x: np.ndarray, weight: PackedInt4, schedule: Schedule, out_dtype: s
         for block in range(plan.blocks_per_slice):
             _run_block(plan, arguments, slice_, block)
     return out.reshape(plan.slices, plan.rows, plan.out_features)
+
+
+def flat_weights(weight: Packed) -> Weights:
+    arrays = (weight.codes, weight.scales, weight.offsets, weight.book)
+    return Weights(*(None if a is None else np.ascontiguousarray(a).reshape(-1) for a in arrays))
 
 
 def _run_block(plan: Plan, arguments: Any, slice_: int, block: int) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from simulated_int4_warp import DTYPES, SimulatedInt4Warp
+from simulated_int4_warp import DTYPES, SimulatedInt4Warp, flat_weights
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
-from pallas_kernels.int4_matmul import PackedInt4, mosaic, wide, wide_arrange, wide_dequantize
-from pallas_kernels.int4_matmul.stream import Weights
+from pallas_kernels.int4_matmul import mosaic, wide, wide_arrange, wide_dequantize
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
 BF16 = ml_dtypes.bfloat16
@@ -58,28 +58,17 @@ class SimulatedWideWarp(SimulatedInt4Warp):
         self.products: list[list[Callable[[], None]]] = []
 
     # Two bfloat16 in a word
-    @staticmethod
-    def _numbers(word: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(word, np.int32).view(BF16).reshape(32, 2).astype(np.float64)
-
-    @staticmethod
-    def _word(numbers: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(numbers.astype(np.float32).astype(BF16)).view(np.int32).reshape(32)
-
-    def subtract_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return self._word(self._numbers(a) - self._numbers(b))
-
     def add_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return self._word(self._numbers(a) + self._numbers(b))
+        return self._pairs_word(self._numbers(a) + self._numbers(b))
 
     def multiply_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return self._word(self._numbers(a) * self._numbers(b))
+        return self._pairs_word(self._numbers(a) * self._numbers(b))
 
     def fma_pairs(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-        return self._word(self._numbers(a) * self._numbers(b) + self._numbers(c))
+        return self._pairs_word(self._numbers(a) * self._numbers(b) + self._numbers(c))
 
     def twice(self, number: np.ndarray) -> np.ndarray:
-        return self._word(np.stack([number, number], -1))
+        return self._pairs_word(np.stack([number, number], -1))
 
     def low_number(self, word: np.ndarray) -> np.ndarray:
         return self._numbers(word)[:, 0].astype(np.float32)
@@ -95,10 +84,6 @@ class SimulatedWideWarp(SimulatedInt4Warp):
         both = np.concatenate([self._octets(a), self._octets(other)], 1)
         picked = np.stack([both[:, (selector >> (4 * i)) & 15] for i in range(4)], 1)
         return np.ascontiguousarray(picked).view(np.int32)[:, 0]
-
-    @staticmethod
-    def _octets(word: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(word, np.int32).view(np.uint8).reshape(32, 4)
 
     def shared_word(self, address: np.ndarray, constant: int = 0) -> np.ndarray:
         assert ((address + constant) % 4 == 0).all(), "unaligned shared read"
@@ -283,7 +268,7 @@ class SimulatedWideWarp(SimulatedInt4Warp):
         assert 24 <= count <= 256
 
 
-def simulate(x: np.ndarray, weight: PackedInt4, schedule: WideSchedule, out_dtype: str = "float32") -> np.ndarray:
+def simulate(x: np.ndarray, weight: Packed, schedule: WideSchedule, out_dtype: str = "float32") -> np.ndarray:
     """What the kernel returns for x [rows, in_features] (bfloat16): [rows, out_features]."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
     out = np.full(plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
@@ -294,7 +279,7 @@ def simulate(x: np.ndarray, weight: PackedInt4, schedule: WideSchedule, out_dtyp
     return out.reshape(plan.rows, plan.out_features)
 
 
-def simulate_dequantize(weight: PackedInt4) -> np.ndarray:
+def simulate_dequantize(weight: Packed) -> np.ndarray:
     """What the kernel that only unpacks returns: bfloat16 [out_features, in_features]."""
     plan = WidePlan.of(1, weight, WideSchedule())
     out = np.full(weight.shape[0] * weight.shape[1], np.nan, BF16)
@@ -324,12 +309,8 @@ def simulate_arrange(x: np.ndarray, plan: WidePlan) -> np.ndarray:
     return out.view(np.int32).reshape(wide_arrange.shape(plan))
 
 
-def _arguments(weight: PackedInt4, x: np.ndarray | None, out: np.ndarray, out_dtype: str) -> mosaic.Arguments:
-    arrays = [
-        None if a is None else np.ascontiguousarray(a).reshape(-1)
-        for a in (weight.codes, weight.scales, weight.offsets)
-    ]
-    return mosaic.arguments_of(weight, weights=Weights(*arrays), x=x, out=out, out_dtype=out_dtype)
+def _arguments(weight: Packed, x: np.ndarray | None, out: np.ndarray, out_dtype: str) -> mosaic.Arguments:
+    return mosaic.arguments_of(weight, weights=flat_weights(weight), x=x, out=out, out_dtype=out_dtype)
 
 
 def _run_cluster(plan: WidePlan, arguments: Any, cluster: int) -> None:

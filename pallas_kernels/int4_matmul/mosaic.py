@@ -27,10 +27,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.operands import Digits, Halves, bias_of
-from pallas_kernels.int4_matmul.packing import STRIP, Kind, PackedInt4
+from pallas_kernels.int4_matmul.packing import STRIP, Kind
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan, Schedule
-from pallas_kernels.int4_matmul.stream import Stream, Weights
+from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.warp import Int4Warp
 
 
@@ -45,6 +47,7 @@ class Arguments:
     offset_dtype: str | None
     out_dtype: str
     kind: Kind
+    bits: int
 
 
 def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
@@ -59,7 +62,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     for d in range(schedule.depth):
         stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
     w.warp_barrier()
-    x.prepare()
+    x.prepare(None if a.weights.book is None else Book(w, a.weights.book))
     nothing = [w.number(0.0)] * 4
 
     def turn(index: Any, carry: Any) -> Any:
@@ -67,15 +70,20 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
         stream.start(index + schedule.depth, next_slot)
         stream.wait()
         base = stream.ring + slot
-        pieces = [w.shared_words(base + w.lane * 16, t * PIECE_BYTES) for t in range(plan.warp_tiles)]
+        pieces = [words_of(base + w.lane * 16, t * plan.tile_bytes) for t in range(plan.warp_tiles)]
         totals = [nothing] * plan.token_blocks
         for i in range(plan.segments):
             products = x.product(pieces, i)
             scale, offset = scale_and_offset(base, i)
-            bias = bias_of(w, a.kind, x.code_bias, scale, offset)
+            bias = bias_of(w, plan, a.kind, x.code_bias, scale, offset)
+            if bias is not None:
+                totals = [
+                    [w.fma(bias[e // 2], of_tokens[e % 2], total[e]) for e in range(4)]
+                    for total, of_tokens in zip(totals, x.of_tokens[i], strict=True)
+                ]
             totals = [
-                [w.fma(scale[e // 2], product[e], w.fma(bias[e // 2], of_tokens[e % 2], total[e])) for e in range(4)]
-                for total, product, of_tokens in zip(totals, products, x.of_tokens[i], strict=True)
+                [w.fma(scale[e // 2], product[e], total[e]) for e in range(4)]
+                for total, product in zip(totals, products, strict=True)
             ]
         sums = buffer + place * plan.strip_bytes + (w.warp * plan.sums_bytes + plan.sums_start)
         sums = sums + quad * (2 * plan.token_bytes) + group * 4
@@ -99,6 +107,11 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
             w.select(full, other_buffer - buffer, buffer),
             w.select(full, at_most(end + schedule.strips), end),
         )
+
+    def words_of(address: Any, place: int) -> list[Any]:
+        """A lane's words of a tile: 4, or 8 of codes of 8 bits."""
+        places = range(place, place + plan.tile_bytes, PIECE_BYTES)
+        return [word for piece in places for word in w.shared_words(address, piece)]
 
     def at_most(index: Any) -> Any:
         return w.select(index < stream.count, index, stream.count)
@@ -132,20 +145,21 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     w.loop(stream.count, (zero, next_slot, zero, zero, end), turn)
 
 
-def arguments_of(weight: PackedInt4, *, out_dtype: str, **arrays: Any) -> Arguments:
-    """The kernel's arguments for the arrays (or references) of a weight."""
+def arguments_of(weight: Packed, *, out_dtype: str, **arrays: Any) -> Arguments:
+    """The kernel's arguments, for the arrays (or references) of a weight, of x and of the result."""
     return Arguments(
         **arrays,
         scale_dtype=str(weight.scales.dtype),
         offset_dtype=None if weight.offsets is None else str(weight.offsets.dtype),
         out_dtype=out_dtype,
         kind=weight.kind,
+        bits=weight.bits,
     )
 
 
 # Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.
 @functools.partial(jax.jit, static_argnames=("schedule", "out_dtype"))
-def int4_matmul(x: jax.Array, weight: PackedInt4, *, schedule: Schedule, out_dtype: jnp.dtype) -> jax.Array:
+def int4_matmul(x: jax.Array, weight: Packed, *, schedule: Schedule, out_dtype: jnp.dtype) -> jax.Array:
     """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features]."""
     partial = partial_sums(x, weight, schedule=schedule, out_dtype=out_dtype)
     # Written as a chain of additions, XLA makes it part of the next elementwise operation.
@@ -154,7 +168,7 @@ def int4_matmul(x: jax.Array, weight: PackedInt4, *, schedule: Schedule, out_dty
 
 def partial_sums(
     x: jax.Array,
-    weight: PackedInt4,
+    weight: Packed,
     *,
     schedule: Schedule,
     out_dtype: jnp.dtype,
@@ -166,19 +180,15 @@ def partial_sums(
     """
     plan = Plan.of(x.shape[0], weight, schedule)
     dtype = jnp.dtype(jnp.float32) if plan.slices > 1 else jnp.dtype(out_dtype)
-    operands = [weight.codes, weight.scales, *([] if weight.offsets is None else [weight.offsets]), x]
+    operands = [*arrays_of(weight), x]
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
-            *arrays, out, shared, slice_, block = values
-            words, scales, *rest = arrays
-            offsets = rest[0] if weight.offsets is not None else None
-            arguments = arguments_of(
-                weight, weights=Weights(words, scales, offsets), x=rest[-1], out=out, out_dtype=str(dtype)
-            )
+            *arrays, x_ref, out, shared, slice_, block = values
+            arguments = arguments_of(weight, weights=Weights.of(weight, arrays), x=x_ref, out=out, out_dtype=str(dtype))
             w = Int4Warp(shared)
             program(w, plan, arguments, w.scalar(slice_), w.scalar(block))
 

@@ -15,6 +15,7 @@ to 2^-14 of it are exact.
 from collections.abc import Sequence
 from typing import Any
 
+from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.packing import COLUMNS, Kind, steps_per_run
 from pallas_kernels.int4_matmul.plan import Plan
 
@@ -31,25 +32,30 @@ type Sums = Sequence[Sequence[Any]]
 class Halves:
     """x in bfloat16."""
 
-    code_bias = 128.0
-    """What a code of 0 is multiplied as."""
-
     def __init__(self, w: Any, plan: Plan, x: Any, first_tile: Any):
         self.w, self.plan = w, plan
+        self.code_bias = 128.0 if plan.bits == 4 else -128.0
+        self._book: Book | None = None
         self._words = load_tokens(w, plan, x, first_tile)
         self._segments = segments_of(plan)
 
-    def prepare(self) -> None:
+    def prepare(self, book: Book | None = None) -> None:
         """Sums of x: `of_tokens[segment][token block]` are those of this lane's two tokens."""
-        w = self.w
+        w, self._book = self.w, book
         self.of_tokens = [
             [total[:2] for total in self._multiplied(segment, lambda t, s: [w.integer(ONES)] * 4)]
             for segment in self._segments
         ]
 
     def product(self, pieces: Sequence[Any], segment: int) -> Sums:
-        """x times 128 + code over the inputs of a segment."""
-        return self._multiplied(self._segments[segment], lambda t, s: self.w.codes(pieces[t][s]))
+        """x times `code_bias` + code, or the code book's number, over the inputs of a segment."""
+        return self._multiplied(self._segments[segment], lambda t, s: self._operand(pieces[t], s))
+
+    def _operand(self, words: Sequence[Any], step: int) -> Sequence[Any]:
+        if self.plan.bits == 8:
+            upper, lower = (self.w.bytes_to_pairs(word) for word in words[2 * step : 2 * step + 2])
+            return upper[0], lower[0], upper[1], lower[1]
+        return (self.w.codes if self._book is None else self._book.numbers)(words[step])
 
     def _multiplied(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
         totals = [[self.w.number(0.0)] * 4 for _ in range(self.plan.token_blocks)]
@@ -59,20 +65,25 @@ class Halves:
         return totals
 
     def finished(self, totals: Sums) -> Sums:
-        return totals
+        if self._book is None:
+            return totals
+        return [[total * self._book.unit for total in block] for block in totals]
 
 
 class Digits:
-    """x as three bytes, x = factor (65536 b2 + 256 b1 + b0), with b2 signed and a factor for each token."""
+    """x as three bytes, x = factor (65536 b2 + 256 b1 + b0), with b2 signed and a factor for each token.
 
-    code_bias = 0.0
+    Codes of 8 bits are stored less 128, signed: of up to 255 the sums of 128 inputs would not fit.
+    """
 
     def __init__(self, w: Any, plan: Plan, x: Any, first_tile: Any):
         self.w, self.plan = w, plan
+        self.code_bias = 0.0 if plan.bits == 4 else -128.0
         self._words = load_tokens(w, plan, x, first_tile)
         self._segments = segments_of(plan)
 
-    def prepare(self) -> None:
+    def prepare(self, book: Book | None = None) -> None:
+        assert book is None, "numbers of a book are no bytes"
         w = self.w
         largest = [self._largest(b) for b in range(self.plan.token_blocks)]
         factors = [w.factor_to_integers(bits) for bits in largest]
@@ -101,7 +112,10 @@ class Digits:
 
     def product(self, pieces: Sequence[Any], segment: int) -> Sums:
         """x times code over the inputs of a segment, in units of the token's factor."""
-        return self._multiplied(self._segments[segment], lambda t, s: self.w.code_bytes(pieces[t][s]))
+        return self._multiplied(self._segments[segment], lambda t, s: self._operand(pieces[t], s))
+
+    def _operand(self, words: Sequence[Any], step: int) -> Sequence[Any]:
+        return words[2 * step : 2 * step + 2] if self.plan.bits == 8 else self.w.code_bytes(words[step])
 
     def _multiplied(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
         w, blocks = self.w, range(self.plan.token_blocks)
@@ -113,7 +127,7 @@ class Digits:
             for b in blocks:
                 digits = [self._digits[t][s][b] for t, s in taken]
                 chains[b] = [
-                    w.mma_bytes(chain, codes, [words[d] for words in digits], signed=d == 2)
+                    w.mma_bytes(chain, codes, [words[d] for words in digits], signed=(self.plan.bits == 8, d == 2))
                     for d, chain in enumerate(chains[b])
                 ]
         return [[self._number(chain, e) for e in range(4)] for chain in chains]
@@ -137,10 +151,15 @@ def segments_of(plan: Plan) -> list[list[tuple[int, int]]]:
     return [steps[i : i + per_segment] for i in range(0, len(steps), per_segment)]
 
 
-def bias_of(w: Any, kind: Kind, code_bias: float, scale: Sequence[Any], offset: Sequence[Any] | None) -> Sequence[Any]:
-    """What to add for each unit of x: the value of a weight is scale (code_bias + code) + bias."""
+def bias_of(
+    w: Any, plan: Plan, kind: Kind, code_bias: float, scale: Sequence[Any], offset: Sequence[Any] | None
+) -> Sequence[Any] | None:
+    """What to add for each unit of x: the value of a weight is scale (code_bias + code) + bias. None: nothing."""
+    if kind == "code_book":
+        return None
     if offset is None:
-        return [s * (-8.0 - code_bias) for s in scale]
+        middle = 2.0 ** (plan.bits - 1) + code_bias
+        return [s * -middle for s in scale] if middle else None
     if kind == "zero_point":
         return [s * (o * -1.0 - code_bias) for s, o in zip(scale, offset, strict=True)]
     return [w.fma(s, w.number(-code_bias), o) for s, o in zip(scale, offset, strict=True)] if code_bias else offset

@@ -5,7 +5,7 @@ shorter. Every function takes NumPy or JAX arrays and returns the same kind.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,8 @@ class PackedInt4:
     group_size: int = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True}, default="canonical")
 
+    bits: ClassVar[int] = 4
+
     @property
     def kind(self) -> Kind:
         if self.book is not None:
@@ -67,6 +69,18 @@ class PackedInt4:
 
 def from_codes(codes: Any, scales: Any, offsets: Any = None, *, group_size: int, book: Any = None) -> PackedInt4:
     """Packs codes uint8[out, in], one a byte, with scales (and offsets) [out, groups] into the canonical form."""
+    group_size = check_groups(codes, scales, offsets, group_size, largest=15)
+    if book is not None and (offsets is not None or tuple(book.shape) != (16,)):
+        raise ValueError("a code book has 16 entries and takes the place of offsets; pass one or the other")
+    xp = codes.__array_namespace__()
+    even, odd = codes[:, 0::2], codes[:, 1::2]
+    odd = xp.pad(odd, ((0, 0), (0, even.shape[1] - odd.shape[1])))
+    packed = even | (odd << xp.uint8(4))
+    return PackedInt4(packed, scales, offsets, book, tuple(codes.shape), group_size)
+
+
+def check_groups(codes: Any, scales: Any, offsets: Any, group_size: int, *, largest: int) -> int:
+    """Raises ValueError for arrays that do not fit; gives the group size, at most the number of inputs."""
     out_features, in_features = codes.shape
     if not group_size >= 1:
         raise ValueError(f"group_size is {group_size}; expected a positive number, such as 128")
@@ -79,14 +93,8 @@ def from_codes(codes: Any, scales: Any, offsets: Any = None, *, group_size: int,
                 f"codes {tuple(codes.shape)} in groups of {group_size} need {expected}"
             )
     if codes.dtype != jnp.uint8:
-        raise ValueError(f"codes are {codes.dtype}; expected uint8 holding 0..15")
-    if book is not None and (offsets is not None or tuple(book.shape) != (16,)):
-        raise ValueError("a code book has 16 entries and takes the place of offsets; pass one or the other")
-    xp = codes.__array_namespace__()
-    even, odd = codes[:, 0::2], codes[:, 1::2]
-    odd = xp.pad(odd, ((0, 0), (0, even.shape[1] - odd.shape[1])))
-    packed = even | (odd << xp.uint8(4))
-    return PackedInt4(packed, scales, offsets, book, (out_features, in_features), group_size)
+        raise ValueError(f"codes are {codes.dtype}; expected uint8 holding 0..{largest}")
+    return group_size
 
 
 def unpack_codes(weight: PackedInt4) -> Any:
@@ -149,20 +157,20 @@ def to_mosaic(weight: PackedInt4) -> PackedInt4:
     words = xp.zeros(nibbles.shape[:-1], xp.uint32)
     for i in range(8):
         words = words | (nibbles[..., i].astype(xp.uint32) << xp.uint32(4 * i))
-
-    def by_strip(values):
-        if values is None:
-            return None
-        values = xp.pad(values, ((0, pad_rows), (0, 0))).reshape(strips, 2, 8, -1)
-        return values.transpose(0, 3, 2, 1).reshape(strips, -1, STRIP)
-
     return dataclasses.replace(
         weight,
         codes=_bits(words, jnp.int32),
         scales=by_strip(weight.scales),
-        offsets=by_strip(weight.offsets),
+        offsets=None if weight.offsets is None else by_strip(weight.offsets),
         layout="mosaic",
     )
+
+
+def by_strip(values: Any) -> Any:
+    """Scales or offsets [out_features, groups] in the mosaic layout, padded with zeros."""
+    xp, strips = values.__array_namespace__(), -(-values.shape[0] // STRIP)
+    values = xp.pad(values, ((0, strips * STRIP - values.shape[0]), (0, 0))).reshape(strips, 2, 8, -1)
+    return values.transpose(0, 3, 2, 1).reshape(strips, -1, STRIP)
 
 
 def to_triton(weight: PackedInt4) -> PackedInt4:

@@ -2,10 +2,11 @@
 
 import dataclasses
 
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 
 PIECE_BYTES = 512
-"""A tile of 16 x 64 codes: one 16-byte word for each lane of a warp."""
+"""A tile of 16 x 64 codes of 4 bits, half of one of 8: one 16-byte word for each lane of a warp."""
 PART = 128
 """Inputs that a warp multiplies at least: two tiles."""
 ROW_PADDING = 4
@@ -43,15 +44,16 @@ class Plan:
     group_size: int
     scale_bytes: int
     offset_bytes: int
+    bits: int
     schedule: Schedule
 
     @classmethod
-    def of(cls, rows: int, weight: PackedInt4, schedule: Schedule) -> "Plan":
+    def of(cls, rows: int, weight: Packed, schedule: Schedule) -> "Plan":
         """The plan of a product of `rows` rows with a weight of the mosaic layout."""
         out_features, in_features = weight.shape
         offset_bytes = 0 if weight.offsets is None else weight.offsets.dtype.itemsize
         scale_bytes = weight.scales.dtype.itemsize
-        return cls(rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, schedule)
+        return cls(rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, weight.bits, schedule)
 
     @property
     def threads(self) -> int:
@@ -111,8 +113,13 @@ class Plan:
 
     # Shared memory, in bytes: a ring of strips for each warp, then two buffers of every warp's sums.
     @property
+    def tile_bytes(self) -> int:
+        """A tile of 16 x 64 codes."""
+        return PIECE_BYTES * self.bits // 4
+
+    @property
     def words_bytes(self) -> int:
-        return self.warp_tiles * PIECE_BYTES
+        return self.warp_tiles * self.tile_bytes
 
     @property
     def scales_bytes(self) -> int:

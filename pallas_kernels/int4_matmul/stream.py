@@ -5,19 +5,38 @@ barrier between warps. A slot is the words [tile, 512 bytes], then the scales an
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The packed weight's arrays in global memory; offsets may be None."""
+    """The packed weight's arrays in global memory; offsets and code book may be None."""
 
     words: Any
     scales: Any
-    offsets: Any
+    offsets: Any = None
+    book: Any = None
+
+    @classmethod
+    def of(cls, weight: Packed, references: Sequence[Any]) -> "Weights":
+        """Of references to what `arrays_of` lists."""
+        words, scales, *rest = references
+        offsets = rest.pop(0) if weight.offsets is not None else None
+        return cls(words, scales, offsets, rest.pop(0) if weight.book is not None else None)
+
+
+def arrays_of(weight: Packed) -> list[jax.Array]:
+    """A weight's arrays as a kernel takes them."""
+    book = None if weight.book is None else weight.book.astype(jnp.float32)
+    return [array for array in (weight.codes, weight.scales, weight.offsets, book) if array is not None]
 
 
 class Copy(NamedTuple):
@@ -49,13 +68,14 @@ class Stream:
             self._copies += self._rows(weights.offsets, plan.offset_bytes, plan.offsets_start)
 
     def _words(self, array: Any) -> list[Copy]:
-        plan, stride = self.plan, self.plan.column_tiles * PIECE_BYTES
-        offset = self.first_strip * stride + self.first_tile * PIECE_BYTES + self.w.lane * 16
+        plan, stride = self.plan, self.plan.column_tiles * self.plan.tile_bytes
+        offset = self.first_strip * stride + self.first_tile * plan.tile_bytes + self.w.lane * 16
         copies = []
         for t in range(plan.warp_tiles):
             # What lies past the last input is never copied: any bits are codes, and x is zero there.
             inside = self.first_tile + t < plan.column_tiles if plan.ragged else None
-            copies.append(Copy(array, offset, stride, t * PIECE_BYTES, t * PIECE_BYTES, inside))
+            for place in range(t * plan.tile_bytes, (t + 1) * plan.tile_bytes, PIECE_BYTES):
+                copies.append(Copy(array, offset, stride, place, place, inside))
         return copies
 
     def _rows(self, array: Any, itemsize: int, place: int) -> list[Copy]:

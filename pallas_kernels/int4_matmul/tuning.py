@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 
-from pallas_kernels.int4_matmul.packing import PackedInt4
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import Plan, Schedule
 
 MULTIPROCESSORS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA GH200 480GB": 132, "NVIDIA H100 PCIe": 114}
@@ -25,9 +25,10 @@ Two blocks of 8 warps x 2 parts need at most 128 registers a thread each, to whi
 DIGITS_MAX_ROWS = 8
 
 
-def plan_for(rows: int, weight: PackedInt4, device_kind: str = "NVIDIA H200") -> Plan:
+def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200") -> Plan:
     """The plan for `rows` (1 to 64) rows times a weight of the mosaic layout."""
-    return _best(Plan.of(rows, weight, Schedule()), MULTIPROCESSORS.get(device_kind, 132))
+    digits = rows <= DIGITS_MAX_ROWS and weight.kind != "code_book"  # a book's numbers are no bytes
+    return _best(Plan.of(rows, weight, Schedule(digits=digits)), MULTIPROCESSORS.get(device_kind, 132))
 
 
 @functools.cache
@@ -35,8 +36,8 @@ def _best(plan: Plan, multiprocessors: int) -> Plan:
     most_rows = min(most for most in SHAPES if plan.rows <= most)
     plans = []
     for warps, parts, resident in SHAPES[most_rows]:
-        blocks, digits = multiprocessors * resident, plan.rows <= DIGITS_MAX_ROWS
-        schedule = Schedule(warps=warps, parts=parts, blocks=blocks, digits=digits)
+        blocks = multiprocessors * resident
+        schedule = Schedule(warps=warps, parts=parts, blocks=blocks, digits=plan.schedule.digits)
         plans += _fitted(plan, schedule, resident)
     return min(plans, key=_waste)
 

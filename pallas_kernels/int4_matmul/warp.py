@@ -13,10 +13,11 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
+from pallas_kernels.int4_matmul.code_words import CodeWords
 from pallas_kernels.paged_attention.warp import Value, Words
 
 
-class Int4Warp:
+class Int4Warp(CodeWords):
     """Emits at MLIR's current insertion point.
 
     `smem` is the base of this block's shared memory scratch; addresses of shared memory are byte offsets into it.
@@ -76,12 +77,15 @@ class Int4Warp:
             words.append(Value(arith.andi(shifted, mgpu_utils.c(0x0F0F0F0F, i32))))
         return tuple(words)
 
-    def mma_bytes(self, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value], *, signed: bool) -> Words:
-        """mma.m16n8k32 of unsigned with signed or unsigned bytes, integer sums; m16n8k16 for two words of a."""
+    def mma_bytes(
+        self, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value], *, signed: tuple[bool, bool]
+    ) -> Words:
+        """mma.m16n8k32 of bytes, each operand's signed or not, integer sums; m16n8k16 for two words of a."""
         count = len(a)
         registers = [f"${i}" for i in range(4 + count + len(b) + 4)]
         braces = ["{" + ", ".join(registers[i:j]) + "}" for i, j in itertools.pairwise((0, 4, 4 + count, -4, None))]
-        kind = f"m16n8k{8 * count}.row.col.s32.u8.{'s' if signed else 'u'}8.s32"
+        of_a, of_b = ("s8" if is_signed else "u8" for is_signed in signed)
+        kind = f"m16n8k{8 * count}.row.col.s32.{of_a}.{of_b}.s32"
         operands = [v.ir for v in (*a, *b, *acc)]
         got = mgpu_utils.inline_ptx(
             f"mma.sync.aligned.{kind} {', '.join(braces)};", *operands, result_types=[_int(32)] * 4

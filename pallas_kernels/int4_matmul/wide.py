@@ -24,10 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.mosaic import Arguments, arguments_of
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
-from pallas_kernels.int4_matmul.stream import Weights
+from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_arrange import arrange
 from pallas_kernels.int4_matmul.wide_plan import LINE, LINES, PRODUCERS, STAGE, UNIT_BYTES, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
@@ -85,16 +87,17 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
     def consume() -> None:
         if schedule.warpgroups in REGISTERS:
             w.set_registers(REGISTERS[schedule.warpgroups][1], more=True)
+        book = None if a.weights.book is None else Book(w, a.weights.book)
         start = (w.integer(0), w.integer(0))
         if schedule.slices > 1:
             only = part(w.integer(0))
-            add_slices(w, plan, a, only, rank, multiply_part(w, plan, a, only, start)[1])
+            add_slices(w, plan, a, only, rank, multiply_part(w, plan, a, only, book, start)[1])
         else:
-            w.loop(parts, start, one_slice)
+            w.loop(parts, start, functools.partial(one_slice, book))
 
-    def one_slice(i: Any, carry: Any) -> Any:
+    def one_slice(book: Book | None, i: Any, carry: Any) -> Any:
         now = part(i)
-        carry, sums = multiply_part(w, plan, a, now, carry)
+        carry, sums = multiply_part(w, plan, a, now, book, carry)
         write = store_lines if plan.by_lines and a.out_dtype != "float32" else store
         for strip, values in sums:
             write(w, plan, a, now, strip, values)
@@ -127,13 +130,13 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
     def words(step: Any, base: Any) -> None:
         chunks = plan.words_bytes // 16  # of a strip
         piece, strip = thread % chunks, part.first_strip + thread // chunks
-        tile = step * (STAGE // COLUMNS) + piece // (PIECE_BYTES // 16)
+        tile = step * (STAGE // COLUMNS) + piece // (plan.tile_bytes // 16)
         whole = None if plan.column_tiles % (STAGE // COLUMNS) == 0 else tile < plan.column_tiles
-        offset = strip * (plan.column_tiles * PIECE_BYTES) + step * plan.words_bytes + piece * 16
+        offset = strip * (plan.column_tiles * plan.tile_bytes) + step * plan.words_bytes + piece * 16
         for i in range(0, plan.block_strips, PRODUCERS // chunks):
             inside = both(whole, strip + i < plan.strips if ragged else None)
-            source = offset + i * plan.column_tiles * PIECE_BYTES
-            w.copy_or_clear(base + thread * 16, a.weights.words, source, inside, None, plan.x_bytes + 1024 * i)
+            source, place = offset + i * plan.column_tiles * plan.tile_bytes, plan.x_bytes + plan.words_bytes * i
+            w.copy_or_clear(base + thread * 16, a.weights.words, source, inside, None, place)
 
     def rows(array: Any, itemsize: int, start: int, step: Any, base: Any) -> None:
         chunks = plan.segments * itemsize  # of a strip
@@ -168,13 +171,15 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
     return w.loop(part.count, carry, stage)
 
 
-def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+def multiply_part(
+    w: Any, plan: WidePlan, a: Arguments, part: Part, book: Book | None, carry: Any
+) -> tuple[Any, list[tuple[Any, Any]]]:
     """A multiplying warp's work for one part: slot and parity, and its strips with their sums, see `store`."""
     schedule = plan.schedule
     sums, tiles = schedule.tokens // 2, range(schedule.tiles)
     # The warpgroup's tiles of 64 features follow each other; this warp has a strip of each.
     strip = w.warp // 4 * (4 * schedule.tiles) + w.warp % 4
-    column_tiles = range(STAGE // COLUMNS)
+    column_tiles, pieces = range(STAGE // COLUMNS), range(0, plan.tile_bytes, PIECE_BYTES)
 
     # Two batches a stage, so that one is unpacked while the other is multiplied. Each has products of all tiles: where
     # a loop goes round with some sums finished and others not, ptxas makes every product wait for the one before.
@@ -193,7 +198,13 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
             read = w.shared_half if plan.offset_bytes == 1 else w.shared_word
             return read(base + row * plan.offset_bytes, plan.offsets_start + place)
 
-        return RowPair(w, a.kind, a.scale_dtype, scale, a.offset_dtype, offset)
+        return RowPair(w, a, scale, offset, book)
+
+    def words_of(address: Any, tile: int, column_tile: int) -> list[list[Any]]:
+        """A lane's words of 16 inputs each: one, or two of codes of 8 bits."""
+        place = plan.x_bytes + 4 * plan.words_bytes * tile + plan.tile_bytes * column_tile
+        words = [word for first in pieces for word in w.shared_words(address, place + first)]
+        return [words[i : i + len(pieces)] for i in range(0, len(words), len(pieces))]
 
     def stage(index: Any, carry: Any, last: bool = False) -> Any:
         slot, parity, before, *flat = carry
@@ -201,10 +212,7 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
         base = slot * plan.stage_bytes
         w.barrier_wait(slot * 8 + plan.full_barriers, parity)
         address = base + strip * plan.words_bytes + w.lane * 16
-        words = [
-            [w.shared_words(address, plan.x_bytes + 4 * plan.words_bytes * u + PIECE_BYTES * t) for t in column_tiles]
-            for u in tiles
-        ]
+        words = [[words_of(address, u, t) for t in column_tiles] for u in tiles]
         segments = [[segment(base, u, i) for i in range(plan.segments)] for u in tiles]
         matrix = w.token_matrix(base, schedule.tokens)
         for t in column_tiles:
@@ -236,6 +244,8 @@ def multiply_part(w: Any, plan: WidePlan, a: Arguments, part: Part, carry: Any) 
     slot, parity, before, *flat = stage(end, w.loop(end, start, stage), last=True)
     flat = w.wgmma_wait(0, flat)
     release(before, w.lane < 32)
+    if book is not None:
+        flat = [value * book.unit for value in flat]
     return (slot, parity), [(strip + 4 * u, flat[sums * u : sums * (u + 1)]) for u in tiles]
 
 
@@ -310,23 +320,21 @@ def store_lines(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, su
 
 # Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.
 @functools.partial(jax.jit, static_argnames=("schedule", "out_dtype"))
-def int4_matmul(x: jax.Array, weight: PackedInt4, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
+def int4_matmul(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
     """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features]."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
-    arrays = [weight.codes, weight.scales, *([] if weight.offsets is None else [weight.offsets]), arrange(x, plan)]
+    arrays = [*arrays_of(weight), arrange(x, plan)]
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
-            *inputs, out, shared, cluster, rank = values
-            words, scales, *rest = inputs
-            offsets = rest[0] if weight.offsets is not None else None
+            *inputs, image, out, shared, cluster, rank = values
             arguments = arguments_of(
                 weight,
-                weights=Weights(words, scales, offsets),
-                x=rest[-1],
+                weights=Weights.of(weight, inputs),
+                x=image,
                 out=out,
                 out_dtype=str(jnp.dtype(out_dtype)),
             )

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.mosaic import Arguments, arguments_of
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4, steps_per_run
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, steps_per_run
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
-from pallas_kernels.int4_matmul.stream import Weights
+from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
@@ -43,8 +45,12 @@ def unpack(w: Any, plan: WidePlan, a: Arguments, block: Any) -> None:
     pieces = []
     for t in range(TILES):
         tile = w.select(first_tile + t < plan.column_tiles, first_tile + t, w.integer(0))
-        offset = (strip * plan.column_tiles + tile) * PIECE_BYTES + w.lane * 16
-        pieces.append(w.global_words(a.weights.words, offset, 4))
+        offset = (strip * plan.column_tiles + tile) * plan.tile_bytes + w.lane * 16
+        places = range(0, plan.tile_bytes, PIECE_BYTES)
+        words = [word for place in places for word in w.global_words(a.weights.words, offset + place, 4)]
+        # For each 16 inputs one word, or two of codes of 8 bits.
+        pieces.append([words[i : i + len(places)] for i in range(0, len(words), len(places))])
+    book = None if a.weights.book is None else Book(w, a.weights.book)
 
     def rows(column: Any) -> RowPair:
         """Of the group in which a column lies, or the last one."""
@@ -60,13 +66,13 @@ def unpack(w: Any, plan: WidePlan, a: Arguments, block: Any) -> None:
                 return w.global_half(a.weights.offsets, row)
             return w.global_words(a.weights.offsets, row * plan.offset_bytes + place, 1)[0]
 
-        return RowPair(w, a.kind, a.scale_dtype, scale, a.offset_dtype, offset)
+        return RowPair(w, a, scale, offset, book, None if book is None else book.unit)
 
     for t in range(TILES):
         for first_step in range(0, COLUMNS // 16, run):
             column = (first_tile + t) * COLUMNS + 16 * first_step
             pair = rows(column)
-            words = [pair.weights(word) for word in pieces[t][first_step : first_step + run]]
+            words = [pair.weights(step) for step in pieces[t][first_step : first_step + run]]
             column = column + quad * (4 * run)
             for half in range(2):
                 row = strip * STRIP + group + 8 * half
@@ -77,20 +83,19 @@ def unpack(w: Any, plan: WidePlan, a: Arguments, block: Any) -> None:
 
 # Jitted, so that a model's equal weights share one kernel.
 @jax.jit
-def dequantize(weight: PackedInt4) -> jax.Array:
+def dequantize(weight: Packed) -> jax.Array:
     """A weight of the mosaic layout as bfloat16 [out_features, in_features]."""
     plan = WidePlan.of(1, weight, WideSchedule())
-    arrays = [weight.codes, weight.scales, *([] if weight.offsets is None else [weight.offsets])]
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar))
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
-            words, scales, *rest, out, shared, block = values
+            *arrays, out, shared, block = values
             arguments = arguments_of(
                 weight,
-                weights=Weights(words, scales, rest[0] if rest else None),
+                weights=Weights.of(weight, arrays),
                 x=None,
                 out=out,
                 out_dtype="bfloat16",
@@ -109,10 +114,10 @@ def dequantize(weight: PackedInt4) -> jax.Array:
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((32,), jnp.float32)],
         kernel_name="int4_dequantize",
-    )(*arrays)
+    )(*arrays_of(weight))
 
 
 @functools.partial(jax.jit, static_argnames="out_dtype")
-def int4_matmul(x: jax.Array, weight: PackedInt4, *, out_dtype: jnp.dtype) -> jax.Array:
+def int4_matmul(x: jax.Array, weight: Packed, *, out_dtype: jnp.dtype) -> jax.Array:
     """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features], through cuBLAS."""
     return lax.dot_general(x, dequantize(weight), (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)

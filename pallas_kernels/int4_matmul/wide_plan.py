@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, PackedInt4
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 
 STAGE = 128
@@ -52,15 +53,16 @@ class WidePlan:
     group_size: int
     scale_bytes: int
     offset_bytes: int
+    bits: int
     schedule: WideSchedule
 
     @classmethod
-    def of(cls, rows: int, weight: PackedInt4, schedule: WideSchedule) -> "WidePlan":
+    def of(cls, rows: int, weight: Packed, schedule: WideSchedule) -> "WidePlan":
         """The plan of a product of `rows` rows with a weight of the mosaic layout."""
         out_features, in_features = weight.shape
         offset_bytes = 0 if weight.offsets is None else weight.offsets.dtype.itemsize
         scale_bytes = weight.scales.dtype.itemsize
-        return cls(rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, schedule)
+        return cls(rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, weight.bits, schedule)
 
     # The whole product
     @property
@@ -137,15 +139,20 @@ class WidePlan:
         return self.rows > LINES and self.schedule.slices == 1 and self.out_features % 8 == 0
 
     # Shared memory, in bytes: the stages, two barriers for each, and the warpgroups' lines. A stage is x [16 pieces of
-    # 8 inputs, token, 16 bytes], the words [strip, tile, 512 bytes], and the scales and offsets [strip, segment, 16].
+    # 8 inputs, token, 16 bytes], the words [strip, tile, bytes], and the scales and offsets [strip, segment, 16].
     @property
     def x_bytes(self) -> int:
         return self.schedule.tokens * STAGE * 2
 
     @property
+    def tile_bytes(self) -> int:
+        """A tile of 16 x 64 codes."""
+        return PIECE_BYTES * self.bits // 4
+
+    @property
     def words_bytes(self) -> int:
         """One strip's words."""
-        return STAGE // COLUMNS * PIECE_BYTES
+        return STAGE // COLUMNS * self.tile_bytes
 
     @property
     def scales_start(self) -> int:

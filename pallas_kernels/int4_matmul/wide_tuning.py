@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 
-from pallas_kernels.int4_matmul.packing import PackedInt4
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.tuning import MULTIPROCESSORS
 from pallas_kernels.int4_matmul.wide_plan import UNIT_BYTES, WidePlan, WideSchedule
 
@@ -33,13 +33,13 @@ EXCHANGE, EXCHANGED = 1500.0, 32.0
 """Clocks in which a cluster meets twice to add its slices, and the bytes that a block gets of the others in one."""
 
 
-def wide_schedule(rows: int, weight: PackedInt4, device_kind: str = "NVIDIA H200") -> WideSchedule:
+def wide_schedule(rows: int, weight: Packed, device_kind: str = "NVIDIA H200") -> WideSchedule:
     """The schedule for `rows` rows times a weight of the mosaic layout."""
     multiprocessors = MULTIPROCESSORS.get(device_kind, 132)
     return schedules(rows, weight, multiprocessors)[0]
 
 
-def schedules(rows: int, weight: PackedInt4, multiprocessors: int = 132) -> list[WideSchedule]:
+def schedules(rows: int, weight: Packed, multiprocessors: int = 132) -> list[WideSchedule]:
     """All that fit, the best prediction first."""
     return _sorted(WidePlan.of(rows, weight, WideSchedule()), multiprocessors)
 

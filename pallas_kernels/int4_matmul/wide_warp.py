@@ -22,9 +22,6 @@ class WideWarp(Int4Warp):
     """Emits at MLIR's current insertion point."""
 
     # Two bfloat16 in a word
-    def subtract_pairs(self, a: Value, b: Value) -> Value:
-        return self._word("sub.rn.bf16x2 $0, $1, $2;", a, b)
-
     def add_pairs(self, a: Value, b: Value) -> Value:
         return self._word("add.rn.bf16x2 $0, $1, $2;", a, b)
 
@@ -56,11 +53,6 @@ class WideWarp(Int4Warp):
     def permute(self, a: Value, b: int, selector: int) -> Value:
         """Four bytes: nibble i of the selector names byte i of the result, 0-3 of a and 4-7 of the constant b."""
         return self._word(f"prmt.b32 $0, $1, {b:#x}, {selector:#x};", a)
-
-    def _word(self, ptx: str, *operands: Value) -> Value:
-        kinds = ["f" if operand.is_float else "r" for operand in operands]
-        i32 = ir.IntegerType.get_signless(32)
-        return Value(llvm.inline_asm(i32, [operand.ir for operand in operands], ptx, ",".join(["=r", *kinds])))
 
     def shared_word(self, address: Value, constant: int = 0) -> Value:
         return Value(self._shared_load("ld.shared.b32", address, constant, ir.IntegerType.get_signless(32), "r"))

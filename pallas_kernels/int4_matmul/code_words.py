@@ -1,0 +1,61 @@
+"""Instructions on words of codes and of bfloat16 pairs: what code books and codes of 8 bits need."""
+
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.paged_attention.warp import Value, Words
+
+PAIR_OF_128 = 0x43004300  # two bfloat16
+
+
+class CodeWords:
+    """Emits at MLIR's current insertion point; a part of `Int4Warp`. The tests have a NumPy twin."""
+
+    def masked(self, word: Value, mask: int, *, shift: int = 0, ones: int = 0) -> Value:
+        """(word >> shift) & mask | ones, in one instruction beside the shift."""
+        shifted = Value(arith.shrui(word.ir, mgpu_utils.c(shift, word.ir.type))) if shift else word
+        return self._word(f"lop3.b32 $0, $1, {mask:#x}, {ones:#x}, 0xEA;", shifted)
+
+    def pick_bytes(self, a: Value, b: Value, selector: Value | int) -> Value:
+        """Four bytes: nibble i of the selector, below 8, names byte i of the result, 0-3 of a and 4-7 of b."""
+        if isinstance(selector, int):
+            return self._word(f"prmt.b32 $0, $1, $2, {selector:#x};", a, b)
+        return self._word("prmt.b32 $0, $1, $2, $3;", a, b, selector)
+
+    def bytes_to_pairs(self, word: Value) -> Words:
+        """Four int8 -> words of two bfloat16: of bytes 0 and 2, of bytes 1 and 3."""
+        pairs = []
+        for shift in (0, 8):
+            # The highest bit is the lowest of the exponent: 128 becomes 256.
+            rest = self.masked(word, 0x007F007F, shift=shift, ones=PAIR_OF_128)
+            sign = self.masked(word, 0x00800080, shift=shift, ones=PAIR_OF_128)
+            pairs.append(self.subtract_pairs(rest, sign))
+        return tuple(pairs)
+
+    def subtract_pairs(self, a: Value, b: Value) -> Value:
+        return self._word("sub.rn.bf16x2 $0, $1, $2;", a, b)
+
+    def pair(self, low: Value, high: Value) -> Value:
+        """Two float32, rounded to bfloat16, in a word."""
+        return self._word("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high)
+
+    def reciprocal(self, x: Value) -> Value:
+        """1 / x in float32."""
+        return Value(llvm.inline_asm(ir.F32Type.get(), [x.ir], "rcp.rn.f32 $0, $1;", "=f,f"))
+
+    def first_numbers(self, ref: ir.Value, count: int) -> Words:
+        """The first float32 numbers, a multiple of 4, of an array; the same for all lanes."""
+        f32, base, numbers = ir.F32Type.get(), mgpu_utils.memref_ptr(ref), []
+        for first in range(0, count, 4):
+            ptx = f"ld.global.nc.v4.f32 {{$0, $1, $2, $3}}, [$4 + {4 * first}];"
+            got = mgpu_utils.inline_ptx(ptx, base, result_types=[f32] * 4, has_side_effects=True)
+            numbers += [Value(v) for v in got]
+        return tuple(numbers)
+
+    def _word(self, ptx: str, *operands: Any) -> Value:
+        kinds = ["f" if operand.is_float else "r" for operand in operands]
+        i32 = ir.IntegerType.get_signless(32)
+        return Value(llvm.inline_asm(i32, [operand.ir for operand in operands], ptx, ",".join(["=r", *kinds])))
