@@ -1,11 +1,12 @@
 """Log-likelihoods of given text: `score` for continuations of prompts, `perplexity` for a long text."""
 
 import dataclasses
+import functools
 import logging
 import math
 import numbers
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -14,7 +15,7 @@ from jaxinfer.batch import Limits
 from jaxinfer.model import Model
 from jaxinfer.request import Prompt, list_prompts
 from jaxinfer.scoring_plan import TokenPair
-from jaxinfer.scoring_run import run_pairs
+from jaxinfer.scoring_run import Scored, run_pairs
 
 log = logging.getLogger("jaxinfer")
 
@@ -65,15 +66,7 @@ def score(
     rounding. Everything is checked before anything runs: ValueError names the first pair that is empty, holds unknown
     ids or does not fit the context, whose last token needs no place. Scores of NaN are logged.
     """
-    listed, following = list_prompts(prompts), list_prompts(continuations)
-    if len(listed) == 1:
-        listed *= len(following)
-    if len(listed) != len(following):
-        raise ValueError(f"{len(listed)} prompts for {len(following)} continuations; give one each, or a single prompt")
-    pairs = [
-        encode_pair(model, prompt, continuation, index)
-        for index, (prompt, continuation) in enumerate(zip(listed, following, strict=True))
-    ]
+    pairs = encode_pairs(model, prompts, continuations)
     scores = dict(scored_pairs(model, pairs, progress=progress))
     return [scores[index] for index in range(len(pairs))]
 
@@ -117,11 +110,20 @@ def perplexity(
     return Perplexity(perplexity=result, logprob=total, num_tokens=count)
 
 
-def scored_pairs(model: Model, pairs: Sequence[TokenPair], *, progress: bool = False) -> Iterator[tuple[int, Score]]:
+def scored_pairs(
+    model: Model,
+    pairs: Sequence[TokenPair],
+    *,
+    progress: bool = False,
+    run: Callable[[Sequence[TokenPair]], Iterator[Scored]] | None = None,
+) -> Iterator[tuple[int, Score]]:
     """Yields (index, score) of each pair as soon as it is known: long pairs first, those that share tokens together.
 
-    The pairs' ids are taken as they are; a ValueError names a pair that does not fit the context.
+    The pairs' ids are taken as they are; a ValueError names a pair that does not fit the context. `run` computes some
+    pairs, as `scoring_run.run_pairs` does, which it is by default.
     """
+    if run is None:
+        run = functools.partial(run_pairs, model, limits=Limits.default())
     longest = model.config.max_position_embeddings
     for index, pair in enumerate(pairs):
         if pair.num_inputs > longest:
@@ -132,13 +134,28 @@ def scored_pairs(model: Model, pairs: Sequence[TokenPair], *, progress: bool = F
     not_finite = []
     with tqdm(total=len(pairs), unit="pair", desc="Scoring", disable=not progress, leave=False) as bar:
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
-            for index, result in _score_some(model, pairs[first : first + PAIRS_AT_ONCE], bar):
+            for index, result in _score_some(run, pairs[first : first + PAIRS_AT_ONCE], bar):
                 if math.isnan(result.logprob):
                     not_finite.append(first + index)
                 yield first + index, result
     if not_finite:
         listed = reprlib.repr(not_finite)
         log.warning("logits are not finite (NaN or infinity) for %d pairs: %s", len(not_finite), listed)
+
+
+def encode_pairs(
+    model: Model, prompts: Prompt | Iterable[Prompt], continuations: Prompt | Iterable[Prompt]
+) -> list[TokenPair]:
+    """The pairs that `score` is given, checked but for their length; it says by which rules. Raises ValueError."""
+    listed, following = list_prompts(prompts), list_prompts(continuations)
+    if len(listed) == 1:
+        listed *= len(following)
+    if len(listed) != len(following):
+        raise ValueError(f"{len(listed)} prompts for {len(following)} continuations; give one each, or a single prompt")
+    return [
+        encode_pair(model, prompt, continuation, index)
+        for index, (prompt, continuation) in enumerate(zip(listed, following, strict=True))
+    ]
 
 
 def encode_pair(model: Model, prompt: object, continuation: object, index: int = 0) -> TokenPair:
@@ -202,7 +219,9 @@ def opening_id(model: Model) -> int:
     return int(ends[0])
 
 
-def _score_some(model: Model, pairs: Sequence[TokenPair], bar: tqdm) -> Iterator[tuple[int, Score]]:
+def _score_some(
+    run: Callable[[Sequence[TokenPair]], Iterator[Scored]], pairs: Sequence[TokenPair], bar: tqdm
+) -> Iterator[tuple[int, Score]]:
     counts = np.array([len(pair.continuation) for pair in pairs])
     ends = np.cumsum(counts)
     logprobs, best = np.zeros(counts.sum(), np.float32), np.zeros(counts.sum(), np.bool)
@@ -211,7 +230,7 @@ def _score_some(model: Model, pairs: Sequence[TokenPair], bar: tqdm) -> Iterator
     computed = 0
     if not pairs:
         return
-    for scored in run_pairs(model, pairs, Limits.default()):
+    for scored in run(pairs):
         logprobs[scored.slots], best[scored.slots] = scored.logprobs, scored.best
         computed += scored.num_computed
         bar.set_postfix_str(f"{computed} tokens", refresh=False)

@@ -115,7 +115,7 @@ def build_forest(rows: Sequence[Row], config: ModelConfig, page_size: int, longe
     """The roots of all runs, longest sequences first. No run has more than `longest_run` tokens, a number of pages."""
     by_length_class: dict[int, list[Row]] = {}
     for row in rows:
-        by_length_class.setdefault(_length_class(config, len(row.inputs)), []).append(row)
+        by_length_class.setdefault(length_class(config, len(row.inputs)), []).append(row)
     roots: list[Run] = []
     for members in by_length_class.values():
         roots += _share(members, page_size, longest_run)
@@ -175,7 +175,7 @@ def _reach(tree: Run) -> int:
     return max(run.end for run in _all_runs(tree))
 
 
-def _length_class(config: ModelConfig, length: int) -> int:
+def length_class(config: ModelConfig, length: int) -> int:
     """Sequences share keys only if these were rotated alike: equal for lengths that make no difference to RoPE."""
     seen = 0
     for rope in {layer.rope for layer in config.layers if layer.rope is not None}:

@@ -134,14 +134,14 @@ def run_pairs(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> Itera
     width = padded(-(-max(pair.num_inputs for pair in pairs) // PAGE_SIZE), MIN_PAGES)
     waiting: collections.deque[tuple[list[Run], jax.Array, jax.Array]] = collections.deque()
     for level in schedule(forest, num_pages, PAGE_SIZE):
-        for runs, size in _calls(level, limits):
-            arrays, options = _arguments(model, runs, size, width)
+        for runs, size in calls_for(level, limits):
+            arrays, options = call_arguments(model, runs, size, width)
             logprobs, best, cache = prefill_targets(model.params, cache, *arrays, **options)
             waiting.append((runs, logprobs, best))
             if len(waiting) > 2:  # the device has its next calls while the host reads what the last one gave
-                yield _read(*waiting.popleft())
+                yield read_call(*waiting.popleft())
     while waiting:
-        yield _read(*waiting.popleft())
+        yield read_call(*waiting.popleft())
 
 
 def _num_pages(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> int:
@@ -161,7 +161,7 @@ def _num_pages(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> int:
     return min(affordable, 1 + bucket(max(wanted, necessary - 1), FEWEST_PAGES))
 
 
-def _calls(level: Sequence[Run], limits: Limits) -> Iterator[tuple[list[Run], int]]:
+def calls_for(level: Sequence[Run], limits: Limits) -> Iterator[tuple[list[Run], int]]:
     """Cuts runs into calls of rows alike in length, with the number of tokens a row; longest first.
 
     The last rows go together, whatever their lengths, if that at most doubles their cost: every further shape is one
@@ -182,7 +182,7 @@ def _calls(level: Sequence[Run], limits: Limits) -> Iterator[tuple[list[Run], in
             del rest[:taken], sizes[:taken]
 
 
-def _arguments(model: Model, runs: Sequence[Run], size: int, width: int) -> tuple[tuple[jax.Array, ...], dict]:
+def call_arguments(model: Model, runs: Sequence[Run], size: int, width: int) -> tuple[tuple[jax.Array, ...], dict]:
     """The arrays of one call of `prefill_targets` for rows of `size` tokens, and its static arguments."""
     rows = bucket(len(runs))
     tokens = np.zeros((rows, size), np.int32)
@@ -209,7 +209,7 @@ def _arguments(model: Model, runs: Sequence[Run], size: int, width: int) -> tupl
     return arrays, {"config": model.config, "head_rows": head_rows, "from_empty": runs[0].start == 0}
 
 
-def _read(runs: Sequence[Run], logprobs: jax.Array, best: jax.Array) -> Scored:
+def read_call(runs: Sequence[Run], logprobs: jax.Array, best: jax.Array) -> Scored:
     """Waits for a call's scores."""
     slots = np.concatenate([run.targets.slots for run in runs])
     host_logprobs, host_best = (np.asarray(array)[: len(slots)] for array in jax.device_get((logprobs, best)))

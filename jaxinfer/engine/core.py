@@ -17,11 +17,13 @@ from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.runner import Result, Runner, Work
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.scoring import Scorer
 from jaxinfer.engine.sequence import Sequence as Track
 from jaxinfer.generation import requests_for
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta, FinishReason, RequestOutput
 from jaxinfer.request import Request
+from jaxinfer.scoring_plan import length_class
 
 log = logging.getLogger("jaxinfer")
 
@@ -76,8 +78,8 @@ class EngineCore:
         self._in_flight: collections.deque[list[Work]] = collections.deque()
         self._preemptions_before = 0
         self._scheduler = self._new_scheduler()
-        rope_kinds = {layer.rope.kind for layer in model.config.layers if layer.rope is not None}
-        self._length_dependent = bool(rope_kinds & {"dynamic", "longrope"})
+        longest, page_size = self.settings.rules.prefill_lengths[-1], self.settings.rules.page_size
+        self._scorer = Scorer(max(longest // page_size, 1) * page_size)
         log.info("engine for %s: %s", model.name, self.settings)
 
     # --- Requests
@@ -146,6 +148,7 @@ class EngineCore:
 
     def _add_tracks(self, job: Job) -> None:
         """Hands a job's unfinished completions to the scheduler, with what they have said so far."""
+        model, _ = self._live()
         group = next(self._groups)
         job.tracks = []
         for index, request in enumerate(job.requests):
@@ -157,7 +160,7 @@ class EngineCore:
                 num_prompt=len(request.prompt),
                 max_tokens=request.max_tokens,
                 group=group,
-                salt=len(request.prompt) + request.max_tokens if self._length_dependent else None,
+                salt=length_class(model.config, len(request.prompt) + request.max_tokens - 1),
                 interactive=job.interactive,
                 reuses=not scored or bool(request.token_ids),
             )
@@ -180,6 +183,7 @@ class EngineCore:
             plan = self._scheduler.plan()
             layouts = {self._owners[track][0].layout for track in self._scheduler.running}
             works = runner.dispatch(plan, self._requests, [layout for layout in layouts if layout is not None])
+            self._scorer.dispatch(self._scheduler, runner, plan)
             # A round's decode chunk is read in the next round, first tokens before it at once: they are on their way.
             later = works if not plan.decode else works[-1:]
             now = works[: len(works) - len(later)]
@@ -187,6 +191,7 @@ class EngineCore:
                 self._in_flight.append(later)
             for _ in range(len(self._in_flight) - bool(works)):
                 self._read(self._in_flight.popleft(), runner)
+            self._scorer.read(self._scheduler, runner, self._meter)
             self._read(now, runner)
         except BaseException:
             self._interrupted = True
@@ -259,6 +264,7 @@ class EngineCore:
         self._preemptions_before += self._scheduler.num_preemptions
         self._scheduler = self._new_scheduler()
         runner.reset()
+        self._scorer.recover()
         for job in self._jobs.values():
             self._add_tracks(job)
         self._interrupted = False

@@ -5,13 +5,13 @@ import collections
 import os
 import time
 import typing
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
 
 import jax
 from tqdm.auto import tqdm
 
 from jaxinfer.engine.core import Callback, EngineCore, Job
-from jaxinfer.engine.errors import UnknownRequest
+from jaxinfer.engine.errors import RequestTooLong, UnknownRequest
 from jaxinfer.engine.metrics import EngineMetrics
 from jaxinfer.engine.sequence import Status
 from jaxinfer.engine.timeline import plot_timeline
@@ -19,6 +19,9 @@ from jaxinfer.model import is_watched
 from jaxinfer.outputs import Delta, RequestOutput
 from jaxinfer.request import Prompt, Request
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.scoring import Score, encode_pairs, scored_pairs
+from jaxinfer.scoring_plan import TokenPair
+from jaxinfer.scoring_run import Scored
 
 if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,6 +151,34 @@ class Engine(EngineCore):
         with self._lock:
             return self._follow_async(self._checked(prompts, params))
 
+    def score(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        continuations: Prompt | Iterable[Prompt],
+        *,
+        progress: bool | None = None,
+    ) -> list[Score]:
+        """As `jaxinfer.score`, and with the same results, beside whatever else the engine is doing.
+
+        What prompts have in common is computed once and stays in the prefix cache: for the next call, and for requests
+        that begin the same. Other requests go first: a round scores as many tokens as their prompts have left of what
+        it may compute, so nobody's text waits longer than for a prompt. Programs for scoring are compiled when they are
+        first needed, not by `warmup`. Raises RequestTooLong for a pair that the pool cannot hold, and EngineClosed,
+        also if the engine is closed meanwhile.
+        """
+        shown = is_watched() if progress is None else progress
+        with self._lock:
+            model, _ = self._live()
+        pairs = encode_pairs(model, prompts, continuations)
+        for index, pair in enumerate(pairs):
+            if pair.num_inputs > self.settings.max_context:
+                raise RequestTooLong(
+                    f"pair {index} has {pair.num_inputs + 1} tokens, more than max_context={self.settings.max_context} "
+                    "and one; shorten it, or raise max_context or num_pages"
+                )
+        scores = dict(scored_pairs(model, pairs, progress=shown, run=self._run_pairs))
+        return [scores[index] for index in range(len(pairs))]
+
     # --- Compilation, metrics, memory
 
     def warmup(self, *, progress: bool | None = None, threads: int | None = None) -> None:
@@ -225,6 +256,24 @@ class Engine(EngineCore):
         self.close()
 
     # --- Readers
+
+    def _run_pairs(self, pairs: Sequence[TokenPair]) -> Iterator[Scored]:
+        """What `scoring_run.run_pairs` does, in rounds of this engine."""
+        with self._lock:
+            job = self._scorer.add(pairs, self._live()[1])
+        try:
+            while True:
+                with self._lock:
+                    if not job.scored and not job.done:  # or another thread's rounds have brought something
+                        self._advance()
+                    done, scored = job.done, list(job.scored)
+                    job.scored.clear()
+                yield from scored
+                if done:
+                    return
+        finally:
+            with self._lock:
+                self._scorer.remove(job)
 
     def _advance_for(self, jobs: Sequence[Job]) -> None:
         """One round, unless another thread has brought news for these jobs meanwhile."""

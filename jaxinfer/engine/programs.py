@@ -20,6 +20,7 @@ from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.rows import blank_state, copy_pages, decode_rows, start_rows
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.model import Model
+from jaxinfer.scoring_run import prefill_targets
 from pallas_kernels.dispatch import KERNELS_VARIABLE
 
 log = logging.getLogger("jaxinfer")
@@ -36,16 +37,19 @@ COPIES = 16
 class Size:
     """What distinguishes one program from another; fields that a kind does not use keep their defaults."""
 
-    kind: Literal["prefill", "prefill_scored", "start", "decode", "copy", "blank"]
+    kind: Literal["prefill", "prefill_scored", "score", "start", "decode", "copy", "blank"]
     rows: int = 0
     length: int = 0
     """Tokens of a row, of prefill."""
     width: int = 0
-    """Pages of a row, of decode."""
+    """Pages of a row, of decode and scoring."""
     from_empty: bool = False
     layout: SamplerLayout | None = None
     num_logprobs: int = 0
     """Of scored prefill."""
+    num_places: int = 0
+    """Room for scored tokens, and how many the head takes at a time, of scoring."""
+    head_rows: int = 0
 
 
 class Programs:
@@ -155,6 +159,11 @@ class Programs:
             return steps.prefill_scored.lower(
                 self._params, self._cache, *batch, ints(rows, size.length), num_logprobs=size.num_logprobs, **options
             )
+        if size.kind == "score":
+            batch = (ints(rows, size.length), ints(rows), ints(rows), ints(rows, size.width), ints(rows))
+            targets = (ints(size.num_places), ints(size.num_places), ints())
+            options = {"config": config, "head_rows": size.head_rows, "from_empty": size.from_empty}
+            return prefill_targets.lower(self._params, self._cache, *batch, *targets, **options)
         assert size.layout is not None
         blank = {"vocab_size": config.vocab_size, "layout": size.layout}
         if size.kind == "blank":
