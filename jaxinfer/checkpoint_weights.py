@@ -24,10 +24,11 @@ from jaxinfer.packed_weights import PackedReader
 from jaxinfer.params import Piece, ReadInto, assemble, canonical_shapes, has_own_head, least_bytes, linear_names
 from jaxinfer.quantization.plan import Plan
 from jaxinfer.quantization.quantizer import QuantizingReader
+from jaxinfer.store.tensors import StoredTensors
 
 log = logging.getLogger("jaxinfer")
 
-type AnyCheckpoint = SafetensorsFolder | QuantizedFolder | GGUFFile
+type AnyCheckpoint = SafetensorsFolder | QuantizedFolder | GGUFFile | StoredTensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +46,16 @@ def check_memory(
     config: ModelConfig, dtype: jnp.dtype, name: str, *, packed: bool = False, plan: Plan | None = None
 ) -> None:
     """Raises ValueError for weights that cannot fit, as those of a damaged configuration may not."""
+    check_bytes(least_bytes(config, dtype, packed=packed, plan=plan), name)
+
+
+def check_bytes(needed: int, name: str) -> None:
+    """Raises ValueError for more bytes of weights than are free."""
     free = free_device_bytes()
     if free is None:
         if jax.default_backend() != "cpu":
             return
         free = free_host_bytes()
-    needed = least_bytes(config, dtype, packed=packed, plan=plan)
     if needed > free:
         raise ValueError(
             f"{name}: the weights take at least {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; "
@@ -78,17 +83,6 @@ def read_safetensors(path: pathlib.Path, config: ModelConfig, request: WeightsRe
 def read_gguf(checkpoint: GGUFFile, config: ModelConfig, request: WeightsRequest) -> Iterator[Piece]:
     """The weights of a GGUF file, piece by piece."""
     return read_pieces(config, checkpoint, match_tensors(config, checkpoint), request)
-
-
-def compare_folder(path: pathlib.Path, config: ModelConfig) -> Mismatch:
-    """In what the tensors of a folder and its configuration disagree, without reading the weights."""
-    with contextlib.closing(open_folder(path)) as checkpoint:
-        return match_tensors(config, checkpoint).mismatch
-
-
-def compare_gguf(checkpoint: GGUFFile, config: ModelConfig) -> Mismatch:
-    """In what the tensors of a GGUF file and its metadata disagree."""
-    return match_tensors(config, checkpoint).mismatch
 
 
 @dataclasses.dataclass(frozen=True)

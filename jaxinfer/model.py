@@ -5,42 +5,32 @@ import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from checkpoints.errors import CheckpointError
-from checkpoints.gguf import GGUFFile, whole_models
 from checkpoints.names import Mismatch
-from checkpoints.pull import pull
-from checkpoints.safetensors import SafetensorsFolder, read_json
 from checkpoints.tensors import TensorInfo
-from jaxinfer import kv_cache
-from jaxinfer.checkpoint_weights import (
-    WeightsRequest,
-    check_memory,
-    compare_folder,
-    compare_gguf,
-    read_gguf,
-    read_safetensors,
-)
+from jaxinfer import tiers
+from jaxinfer.checkpoint_weights import WeightsRequest, check_memory
 from jaxinfer.compilation import enable_persistent_cache
 from jaxinfer.config import ModelConfig
-from jaxinfer.config_gguf import from_gguf
-from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.decoder import Params
 from jaxinfer.device import start_device
 from jaxinfer.params import from_pieces, linear_names, num_parameters, random_params
 from jaxinfer.quantization.plan import Plan, resolve
-from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+from jaxinfer.quantization.report import QuantizationReport
+from jaxinfer.source import open_source
+from jaxinfer.tiers import TieredKV
+from jaxinfer.tokenization import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Model:
     """A loaded model. `tokenizer` is None for a checkpoint that has none: token ids in, token ids out.
 
-    `kv_dtype` is what its key-value caches hold, by default `dtype`.
+    `kv_dtype` is what its key-value caches hold, by default `dtype`, or how they are tiered.
     """
 
     config: ModelConfig
@@ -48,11 +38,18 @@ class Model:
     tokenizer: Tokenizer | None
     dtype: jnp.dtype
     name: str
-    kv_dtype: jnp.dtype | None = None
+    kv_dtype: jnp.dtype | TieredKV | None = None
+    quantization: QuantizationReport | None = None
+    """What `jaxinfer.quantize` did, where it was calibrated."""
 
     @property
     def cache_dtype(self) -> jnp.dtype:
-        """dtype of the key-value caches."""
+        """dtype of the key-value caches. ValueError if they are tiered, which is for `generate` and `stream` alone."""
+        if isinstance(self.kv_dtype, TieredKV):
+            raise ValueError(
+                f"{self.name}: only generate and stream work with a tiered cache; for all else load the model "
+                "with another kv_dtype, such as 'int8'"
+            )
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
@@ -63,7 +60,7 @@ class Model:
         """One line: a notebook cell that ends in a model must not print its weights."""
         millions = self.num_parameters / 1e6
         megabytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params)) / 1e6
-        cache = "" if self.cache_dtype == self.dtype else f", cache {self.cache_dtype}"
+        cache = "" if self.kv_dtype in (None, self.dtype) else f", cache {self.kv_dtype}"
         return (
             f"Model({self.name!r}, {self.config.model_type}, {millions:,.1f} million parameters "
             f"in {megabytes:,.1f} MB, {self.dtype}{cache})"
@@ -95,11 +92,11 @@ def load(
     dtype: jnp.dtype | type | str | None = None,
     quantize: Plan | str | os.PathLike[str] | None = None,
     packed: bool | None = None,
-    kv_dtype: jnp.dtype | type | str | None = None,
+    kv_dtype: jnp.dtype | type | str | TieredKV | None = None,
     random_weights: int | None = None,
     progress: bool | None = None,
 ) -> Model:
-    """Loads a model from a Hugging Face folder, a .gguf file, or a name or repo id that `jaxinfer.pull` knows.
+    """Loads a model from a Hugging Face folder, a .gguf file, a store, or a name or repo id that `jaxinfer.pull` knows.
 
     `dtype` is that of the weights (default: bfloat16 on a GPU, float32 on a CPU). `random_weights=seed` reads only the
     configuration and makes random weights of that shape on the device, for benchmarks; what `quantize` packs, with
@@ -116,14 +113,17 @@ def load(
     elsewhere each product would decode them again. Codes of 8 bits can stay packed if there is one scale an output and
     no zero; the others are decoded in any case, and packed=True says which.
 
+    What a store (`jaxinfer.quantize(..., out=...)`, `jaxinfer convert`) has packed stays so on any device, unless
+    packed=False or `quantize` decodes it; what was laid out for another kernel is repacked, with a warning.
+
     `kv_dtype` is that of the key-value caches: by default `dtype`; "int8" or "float8_e4m3fn" take about half of
-    bfloat16's room and time to read, "int4" about a quarter (`jaxinfer.kv_cache`).
+    bfloat16's room and time to read, "int4" about a quarter (`jaxinfer.kv_cache`). "tiered", or a `TieredKV`, keeps the
+    newest tokens in `dtype`, older ones in int8, the oldest in int4 (`jaxinfer.tiers`).
 
     Raises CheckpointError or ValueError, naming the file and the remedy, before anything large is allocated.
     """
     if kv_dtype is not None:
-        kv_cache.format_for(kv_dtype)
-        kv_dtype = jnp.dtype(kv_dtype)
+        kv_dtype = tiers.resolve(kv_dtype)
     if quantize is not None and packed is not None:
         raise ValueError("packed keeps the codes of the checkpoint, quantize makes new ones: pass one of them")
     plan = None if quantize is None else resolve(quantize)
@@ -133,20 +133,13 @@ def load(
     start_device()
     weights_dtype = weights_dtype_for(dtype)
     progress = is_watched() if progress is None else progress
-    path = _resolve(path_or_name, progress)
     name = os.fspath(path_or_name)
-    request = WeightsRequest(name, weights_dtype, packed, plan, progress)
-    if path.is_dir():
-        config, tokenizer = _read_folder(path)
+    with open_source(path_or_name, progress=progress) as source:
+        config, tokenizer = source.config, source.tokenizer
         if random_weights is None:
-            params = from_pieces(read_safetensors(path, config, request))
+            request = WeightsRequest(name, weights_dtype, packed, plan, progress)
+            params = from_pieces(source.pieces(request))
             return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
-    else:
-        with contextlib.closing(GGUFFile(path)) as checkpoint:
-            config, tokenizer = _read_gguf(checkpoint)
-            if random_weights is None:
-                params = from_pieces(read_gguf(checkpoint, config, request))
-                return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
     if plan is not None:
         plan.check(linear_names(config))
     check_memory(config, weights_dtype, name, plan=plan)
@@ -159,17 +152,9 @@ def inspect(path_or_name: str | os.PathLike[str], *, progress: bool | None = Non
 
     A folder with a config.json and no weights will do; it has no tensors.
     """
-    path = _resolve(path_or_name, is_watched() if progress is None else progress)
-    if not path.is_dir():
-        with contextlib.closing(GGUFFile(path)) as checkpoint:
-            config, tokenizer = _read_gguf(checkpoint)
-            mismatch = compare_gguf(checkpoint, config)
-            return Description(path, config, tokenizer, dict(checkpoint.tensors), mismatch)
-    config, tokenizer = _read_folder(path)
-    if not any(path.glob("*.safetensors")):
-        return Description(path, config, tokenizer, {}, None)
-    with contextlib.closing(SafetensorsFolder(path)) as weights:
-        return Description(path, config, tokenizer, weights.tensors, compare_folder(path, config))
+    with open_source(path_or_name, progress=is_watched() if progress is None else progress) as source:
+        tensors, mismatch = source.contents()
+        return Description(source.path, source.config, source.tokenizer, tensors, mismatch)
 
 
 def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
@@ -186,63 +171,3 @@ def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
 def is_watched() -> bool:
     """Whether somebody sees a progress bar: in a log file it would be a line of carriage returns."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
-
-
-def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Path:
-    """The folder or .gguf file that was meant; names that are no path are pulled."""
-    path = pathlib.Path(path_or_name)
-    with contextlib.suppress(RuntimeError):  # ~name of nobody here
-        path = path.expanduser()
-    if not path.exists():
-        text = os.fspath(path_or_name)
-        is_file_name = path.suffix in (".gguf", ".safetensors", ".json") and ":" not in text
-        looks_like_path = path.is_absolute() or text.startswith((".", "~")) or is_file_name or text.count("/") > 1
-        if looks_like_path:
-            raise FileNotFoundError(f"{text}: no such file or folder; a model to fetch is written name or owner/name")
-        path = pull(text, progress=progress)
-    if path.is_dir() and not (path / "config.json").exists():
-        ggufs = whole_models(path.glob("*.gguf"))
-        if len(ggufs) != 1:
-            listed = ", ".join(file.name for file in ggufs) or "no .gguf file either"
-            raise FileNotFoundError(
-                f"{path}: no config.json in this folder ({listed}); "
-                "give a Hugging Face model folder or the path of one .gguf file (of a split model, any part)"
-            )
-        path = ggufs[0]
-    if path.is_file() and path.suffix != ".gguf":
-        raise ValueError(f"{path}: not a .gguf file; give a .gguf file or the folder that holds config.json")
-    return path
-
-
-def _read_folder(path: pathlib.Path) -> tuple[ModelConfig, Tokenizer | None]:
-    tokenizer = tokenizer_from_folder(path)
-    files = read_json(path, "config.json"), read_json(path, "generation_config.json", optional=True)
-    with _naming(path):
-        config = from_hugging_face(
-            *files,
-            num_tokens=None if tokenizer is None else tokenizer.num_tokens,
-            extra_eos=() if tokenizer is None else map(int, tokenizer.eos_token_ids),
-        )
-    return config, tokenizer
-
-
-@contextlib.contextmanager
-def _naming(path: pathlib.Path) -> Iterator[None]:
-    """Adds the folder or the file to errors of those who were given its contents only."""
-    try:
-        yield
-    except CheckpointError:  # names its file itself
-        raise
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _read_gguf(checkpoint: GGUFFile) -> tuple[ModelConfig, Tokenizer | None]:
-    with _naming(checkpoint.paths[0]):
-        config = from_gguf(checkpoint.metadata, checkpoint.tensors, checkpoint.read)
-        tokenizer = tokenizer_from_gguf(checkpoint.metadata)
-    if tokenizer is not None:
-        eos = tuple(sorted({*config.eos_token_ids, *map(int, tokenizer.eos_token_ids)}))
-        num_tokens = min(config.vocab_size, tokenizer.num_tokens)
-        config = dataclasses.replace(config, eos_token_ids=eos, num_tokens=num_tokens)
-    return config, tokenizer

@@ -148,15 +148,15 @@ def piece_name(index: int) -> str:
 
 
 def piece_specs(config: ModelConfig, *, own_head: bool = False) -> Iterator[tuple[str, dict[str, ParamSpec]]]:
-    """The fields of each piece of `Params`: the layers' first."""
+    """The fields of each piece of `Params`: `TOP`, then the layers in order."""
+    yield TOP, top_specs(config, own_head=own_head)
     for index in range(config.num_layers):
         yield piece_name(index), layer_specs(config, index)
-    yield TOP, top_specs(config, own_head=own_head)
 
 
 def from_pieces(pieces: Iterable[Piece]) -> Params:
     """`Params` of all their pieces, which come in the order of `piece_specs`."""
-    *layers, (_, top) = pieces
+    (_, top), *layers = pieces
     return Params(layers=[LayerParams(**fields) for _, fields in layers], **top)
 
 

@@ -1,0 +1,97 @@
+"""Makes a store: from a checkpoint, which need not fit into memory, or from a model that is loaded."""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.checkpoint_weights import WeightsRequest
+from jaxinfer.device import start_device
+from jaxinfer.model import Model, is_watched, weights_dtype_for
+from jaxinfer.params import TOP, Piece, layer_specs, piece_name
+from jaxinfer.quantization.plan import Plan, resolve
+from jaxinfer.source import StoreSource, open_source
+from jaxinfer.store.writer import StoreWriter, check_free
+
+DTYPE = "bfloat16"
+"""Of what is not packed in a store made from a checkpoint, unless another is asked for."""
+
+
+def create(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: jnp.dtype | type | str | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> pathlib.Path:
+    """Writes a store of a checkpoint, or of another store, and returns its path.
+
+    Weight by weight: no more than a layer, or embedding and head, is in memory. `plan` quantises; without one, codes
+    that can stay packed do, and the rest has `dtype`, by default bfloat16 (of a store: its own). The arrays are those
+    that this device's kernels read.
+
+    Raises FileExistsError where there is something at `out`, and what `jaxinfer.load` raises.
+    """
+    resolved = None if plan is None else resolve(plan)
+    out = pathlib.Path(out).expanduser()
+    check_free(out)
+    weights_dtype = weights_dtype_for(DTYPE if dtype is None else dtype)
+    start_device()
+    progress = is_watched() if progress is None else progress
+    name = os.fspath(source)
+    with open_source(source, progress=progress) as opened:
+        described = None if resolved is None else plan_mapping(resolved)
+        quality = None
+        if isinstance(opened, StoreSource):
+            weights_dtype = opened.store.dtype if dtype is None else weights_dtype
+            if resolved is None:
+                described, quality = opened.store.manifest.plan, opened.store.manifest.quality
+        request = WeightsRequest(name, weights_dtype, None if resolved else True, resolved, progress)
+        with StoreWriter(
+            out, opened.config, weights_dtype, model=name, files=opened.files(), plan=described, quality=quality
+        ) as store:
+            store.write_all(opened.pieces(request))
+    return out
+
+
+def save(
+    model: Model,
+    out: str | os.PathLike[str],
+    *,
+    plan: Plan | None = None,
+    quality: Mapping[str, Any] | None = None,
+) -> pathlib.Path:
+    """Writes a store of a loaded model and returns its path. `plan` is the one that quantised it, `quality` its report.
+
+    The tokenizer's files are those of the checkpoint that the model was loaded from, `model.name`.
+
+    Raises FileExistsError where there is something at `out`, and FileNotFoundError where that checkpoint is gone.
+    """
+    check_free(pathlib.Path(out).expanduser())
+    files: Mapping[str, bytes] = {}
+    if model.tokenizer is not None:
+        with open_source(model.name, progress=False) as source:
+            files = source.files()
+    described = None if plan is None else plan_mapping(plan)
+    with StoreWriter(
+        out, model.config, model.dtype, model=model.name, files=files, plan=described, quality=quality
+    ) as store:
+        store.write_all(model_pieces(model))
+    return store.path
+
+
+def model_pieces(model: Model) -> list[Piece]:
+    """The pieces of a loaded model."""
+    own = {name: getattr(model.params, name) for name in ("embed_tokens", "norm", "lm_head")}
+    pieces: list[Piece] = [(TOP, {name: value for name, value in own.items() if value is not None})]
+    for index, layer in enumerate(model.params.layers):
+        pieces.append((piece_name(index), {name: getattr(layer, name) for name in layer_specs(model.config, index)}))
+    return pieces
+
+
+def plan_mapping(plan: Plan) -> dict[str, Any]:
+    """A plan in JSON: its name, and the rules as in a TOML file."""
+    return {"name": plan.name, **plan.to_mapping()}

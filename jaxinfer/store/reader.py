@@ -1,0 +1,179 @@
+"""Opens a store, and puts its weights on the device as they lie there."""
+
+import collections
+import functools
+import json
+import logging
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from checkpoints.errors import CheckpointError
+from checkpoints.safetensors import read_json
+from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
+from jaxinfer.packed_weights import DeviceWeight
+from jaxinfer.params import TOP, ParamSpec, Piece, piece_specs
+from jaxinfer.store.arrays import read_arrays, stored_file
+from jaxinfer.store.layouts import LAYOUT_VERSIONS, repacked
+from jaxinfer.store.manifest import GGUF_METADATA, ORIGINAL, WEIGHTS, read_manifest
+from jaxinfer.store.structure import Described, canonical_like, named_arrays
+from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+from pallas_kernels.int4_matmul import PackedInt4, to_kernel_layout
+
+log = logging.getLogger("jaxinfer")
+
+
+class Store:
+    """A store that is sound as far as can be told without reading its arrays: they are there, and of the right sizes.
+
+    Raises CheckpointError, in one line, for one that is damaged, incomplete, or of a version that is not read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+        self.manifest = read_manifest(self.path)
+        self.config = self.manifest.config
+        self.dtype = jnp.dtype(self.manifest.dtype)
+        for folder, like in self._arrays():
+            stored_file(folder, like)
+
+    @property
+    def own_head(self) -> bool:
+        """Whether the head is a weight of its own."""
+        return "lm_head" in self.manifest.weights[TOP]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        return sum(math.prod(like.shape) * np.dtype(like.dtype).itemsize for _, like in self._arrays())
+
+    def specs(self) -> Iterator[tuple[str, dict[str, ParamSpec]]]:
+        """The fields of each piece, in order."""
+        return piece_specs(self.config, own_head=self.own_head)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's own, made from the files that it came with."""
+        folder = self.path / ORIGINAL
+        if f"{ORIGINAL}/{GGUF_METADATA}" in self.manifest.files:
+            return tokenizer_from_gguf(read_json(folder, GGUF_METADATA))
+        return tokenizer_from_folder(folder) if folder.is_dir() else None
+
+    def pieces(self, dtype: jnp.dtype, name: str, *, progress: bool = False) -> Iterator[Piece]:
+        """The weights on the default device, as its kernels read them; what is not packed has `dtype`.
+
+        What was laid out for another kernel is repacked on the way, with a warning.
+        """
+        self._warn_of_repacking(name)
+        arrays = read_arrays(self._arrays())
+        with tqdm(
+            total=self.nbytes, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not progress, leave=False
+        ) as bar:
+            for piece, specs in self.specs():
+                fields: dict[str, DeviceWeight] = {}
+                for field, spec in specs.items():
+                    described, where = self.manifest.weights[piece][field], f"{self.path}: {piece}.{field}"
+                    host = filled(described, arrays, where)
+                    fields[field] = _placed(host, described, spec.is_norm, dtype, where)
+                    bar.update(sum(leaf.nbytes for leaf in jax.tree.leaves(host)))
+                jax.block_until_ready(fields)
+                yield piece, fields
+
+    def host_weight(self, piece: str, field: str) -> Any:
+        """A weight of NumPy arrays, its codes canonical."""
+        described, where = self.manifest.weights[piece][field], f"{self.path}: {piece}.{field}"
+        host = filled(described, read_arrays(self._arrays_of(piece, field)), where)
+        return _with_codes(host, lambda codes: repacked(codes, described.version_of(codes), where))
+
+    def _arrays(self) -> Iterator[tuple[pathlib.Path, jax.ShapeDtypeStruct]]:
+        for piece, specs in self.specs():
+            for field in specs:
+                yield from self._arrays_of(piece, field)
+
+    def _arrays_of(self, piece: str, field: str) -> Iterator[tuple[pathlib.Path, jax.ShapeDtypeStruct]]:
+        for name, like in named_arrays(self.manifest.weights[piece][field].weight, field):
+            yield self.path / WEIGHTS / piece / name, like
+
+    def _warn_of_repacking(self, name: str) -> None:
+        changes: collections.Counter[str] = collections.Counter()
+
+        def note(codes: PackedInt4, described: Described) -> PackedInt4:
+            wanted, version = _wanted(canonical_like(codes)), described.version_of(codes)
+            if (codes.layout, version) != (wanted, LAYOUT_VERSIONS[wanted]):
+                changes[f"from layout {codes.layout} {version} to {wanted} {LAYOUT_VERSIONS[wanted]}"] += 1
+            return codes
+
+        for fields in self.manifest.weights.values():
+            for described in fields.values():
+                _with_codes(described.weight, functools.partial(note, described=described))
+        for change, count in changes.items():
+            log.warning(
+                "%s: written on %s; %d weights are repacked for this device each time it is loaded, %s; "
+                "`jaxinfer convert` run here writes a store without that",
+                *(name, self.manifest.device, count, change),
+            )
+
+
+def filled(described: Described, arrays: Iterator[np.ndarray], where: str) -> Any:
+    """The weight with the next of the arrays."""
+    leaves, structure = jax.tree.flatten(described.weight)
+    weight = jax.tree.unflatten(structure, [next(arrays) for _ in leaves])
+    for part in weight.parts if isinstance(weight, StackedOutputs) else (weight,):
+        if isinstance(part, PermutedInputs):  # the device gathers by it without looking
+            ordered = np.sort(part.permutation)
+            if not np.array_equal(ordered, np.arange(len(ordered), dtype=np.int32)):
+                raise CheckpointError(f"{where}: the order of the inputs is none; the store is damaged: write it again")
+    return weight
+
+
+def gguf_metadata(metadata: Mapping[str, Any]) -> bytes:
+    """What tokenizers are made from of a GGUF file's metadata: the content of a store's `original/gguf.json`."""
+    kept = {key: value for key, value in metadata.items() if key.startswith(("tokenizer.", "general."))}
+    return json.dumps(kept).encode()
+
+
+def rounded(values: Any, dtype: Any, where: str) -> Any:
+    """Numbers in another dtype. Raises CheckpointError for those that float16 cannot hold."""
+    with np.errstate(over="ignore"):
+        result = values.astype(dtype)
+    if dtype == np.float16 and bool((~jnp.isfinite(result) & jnp.isfinite(values)).any()):
+        raise CheckpointError(f"{where} has values beyond float16's 65504; use bfloat16 or float32")
+    return result
+
+
+def _with_codes(weight: Any, change: Callable[[PackedInt4], PackedInt4]) -> Any:
+    """A weight with its 4-bit codes changed."""
+    if isinstance(weight, StackedOutputs):
+        return StackedOutputs(tuple(_with_codes(part, change) for part in weight.parts))
+    if isinstance(weight, PermutedInputs):
+        return PermutedInputs(change(weight.weight), weight.permutation)
+    return change(weight) if isinstance(weight, PackedInt4) else weight
+
+
+@functools.lru_cache(maxsize=256)
+def _wanted(canonical: PackedInt4) -> str:
+    """The layout that this device's kernel reads; a model has few different kinds of weights."""
+    return jax.eval_shape(to_kernel_layout, canonical).layout
+
+
+def _placed(host: Any, described: Described, is_norm: bool, dtype: jnp.dtype, where: str) -> DeviceWeight:
+    """A weight on the default device, in its layout; arrays in `dtype`, norms as they are."""
+    if isinstance(host, StackedOutputs):
+        return StackedOutputs(tuple(_placed(part, described, is_norm, dtype, where) for part in host.parts))
+    on_device = jax.device_put(host)
+    if isinstance(host, np.ndarray):
+        return on_device if is_norm or on_device.dtype == dtype else rounded(on_device, dtype, where)
+
+    def arranged(codes: PackedInt4) -> PackedInt4:
+        version, wanted = described.version_of(codes), _wanted(canonical_like(codes))
+        if (codes.layout, version) == (wanted, LAYOUT_VERSIONS[wanted]):
+            return codes
+        return to_kernel_layout(repacked(codes, version, where))
+
+    return _with_codes(on_device, arranged)
