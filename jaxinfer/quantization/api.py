@@ -2,41 +2,79 @@
 
 import dataclasses
 import itertools
+import logging
 import os
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.checkpoint_weights import WeightsRequest
+from jaxinfer.config import ModelConfig
+from jaxinfer.device import start_device
 from jaxinfer.layers.weights import Weight
-from jaxinfer.model import Model, load
+from jaxinfer.model import Model, is_watched, load, weights_dtype_for
 from jaxinfer.packed_weights import DeviceWeight, device_layout
-from jaxinfer.params import ParamSpec, has_own_head, layer_specs, linear_names, top_specs
+from jaxinfer.params import (
+    TOP,
+    ParamSpec,
+    Piece,
+    from_pieces,
+    has_own_head,
+    layer_specs,
+    linear_names,
+    piece_specs,
+    top_specs,
+)
+from jaxinfer.quantization.calibrated import CalibratedQuantizer
+from jaxinfer.quantization.calibration import Calibration, Windows
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.quantization.quantizer import QuantizingReader
+from jaxinfer.source import open_source
+from jaxinfer.tokenization import Tokenizer
+
+log = logging.getLogger("jaxinfer")
+
+
+type CalibrationText = Calibration | Windows | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""What `quantize` calibrates with: documents, token ids, or the paths of text and .jsonl files."""
 
 
 def quantize(
     model_or_path: Model | str | os.PathLike[str],
     plan: Plan | str | os.PathLike[str],
     *,
+    calibration: CalibrationText | None = None,
+    promote_above: float | None = None,
     dtype: jnp.dtype | type | str | None = None,
     progress: bool | None = None,
 ) -> Model:
-    """Quantises a loaded model, or a checkpoint while it is read, weight by weight.
+    """Quantises a loaded model, or a checkpoint while it is read, layer by layer.
 
-    `plan` is a preset ("int4", "int8", "fp8", "seed-mixed", ...), the path of a TOML file, or a `Plan`; see
-    `jaxinfer.quantization.plan`. From a path no more than one weight is in full precision at a time, so that a model
+    `plan` is a preset ("int4", "int4-awq", "int8", "fp8", "seed-mixed", ...), the path of a TOML file, or a `Plan`; see
+    `jaxinfer.quantization.plan`. From a path no more than one layer is in full precision at a time, so that a model
     larger than the device can be done; `dtype` and `progress` are those of `load`. A loaded model is not changed: the
     new one shares what is not quantised with it, also weights that are packed already. Deterministic, on CPU or GPU.
 
-    Raises ValueError for a plan that does not fit the model, or that names weights which are packed already.
+    The methods "awq" and "gptq" look at each layer's inputs on `calibration` text: files of your own domain, a
+    `Calibration` of them, or token ids as `Windows`; by default a novel that is bundled (`Calibration.bundled`). With
+    calibration, whatever the methods, the new model's `quantization` reports the error of every weight's outputs, and
+    perplexity and KL divergence from the original on text that was kept apart; `promote_above`, a share such as 0.01,
+    quantises weights of a larger error with more bits. AWQ changes norms, v and up projections too, as they take up the
+    scales.
+
+    Raises ValueError for a plan that does not fit the model, that names weights which are packed already, or that wants
+    the head by a calibrated method.
     """
+    plan = resolve(plan)
+    if plan.needs_calibration or promote_above is not None or calibration is not None:
+        return _calibrated(model_or_path, plan, calibration, promote_above, dtype, progress)
     if not isinstance(model_or_path, Model):
         return load(model_or_path, dtype=dtype, quantize=plan, progress=progress)
     if dtype is not None:
         raise ValueError("dtype is for a path: a loaded model keeps its own")
-    model, plan = model_or_path, resolve(plan)
+    model = model_or_path
     plan.check(linear_names(model.config))
     layers = []
     for index, layer in enumerate(model.params.layers):
@@ -69,3 +107,52 @@ def _packed(weight: Weight, spec: ParamSpec, plan: Plan, name: str) -> DeviceWei
     packed = QuantizingReader(plan, read_into, np.dtype(weight.dtype))(spec.sources, spec.rows, spec.columns)
     assert packed is not None
     return device_layout(packed)
+
+
+def _calibrated(
+    model_or_path: Model | str | os.PathLike[str],
+    plan: Plan,
+    calibration: CalibrationText | None,
+    promote_above: float | None,
+    dtype: jnp.dtype | type | str | None,
+    progress: bool | None,
+) -> Model:
+    progress = is_watched() if progress is None else progress
+    if isinstance(model_or_path, Model):
+        if dtype is not None:
+            raise ValueError("dtype is for a path: a loaded model keeps its own")
+        model = model_or_path
+        windows = _windows(calibration, model.tokenizer, model.config)
+        quantizer = CalibratedQuantizer(model.config, plan, windows, model.dtype, promote_above=promote_above)
+        params = from_pieces(quantizer.pieces(_dense_pieces(model), progress=progress))
+        return dataclasses.replace(model, params=params, quantization=quantizer.report())
+    start_device()
+    weights_dtype, name = weights_dtype_for(dtype), os.fspath(model_or_path)
+    with open_source(model_or_path, progress=progress) as source:
+        windows = _windows(calibration, source.tokenizer, source.config)
+        quantizer = CalibratedQuantizer(source.config, plan, windows, weights_dtype, promote_above=promote_above)
+        request = WeightsRequest(name, weights_dtype, packed=False, plan=None, progress=False)
+        params = from_pieces(quantizer.pieces(source.pieces(request), progress=progress))
+        return Model(source.config, params, source.tokenizer, weights_dtype, name, quantization=quantizer.report())
+
+
+def _windows(calibration: CalibrationText | None, tokenizer: Tokenizer | None, config: ModelConfig) -> Windows:
+    if isinstance(calibration, Windows):
+        return calibration
+    if calibration is None:
+        calibration = Calibration.bundled()
+        log.info("calibrating with %s; text of your own domain is better: calibration=[paths]", calibration.source)
+    elif not isinstance(calibration, Calibration):
+        calibration = Calibration.from_files(calibration)
+    return calibration.windows(tokenizer, config.max_position_embeddings)
+
+
+def _dense_pieces(model: Model) -> Iterator[Piece]:
+    """The pieces of a loaded model. Raises ValueError for one that is packed already."""
+    for name, specs in piece_specs(model.config):
+        owner = model.params if name == TOP else model.params.layers[int(name.removeprefix("layer_"))]
+        fields = {field: getattr(owner, field) for field in specs}
+        for field, value in fields.items():
+            if not isinstance(value, jax.Array):
+                raise ValueError(f"{name}.{field} is packed already; quantise the original model")
+        yield name, fields

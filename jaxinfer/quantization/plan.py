@@ -12,7 +12,7 @@
     bits = 4                                  # 2, 3 or 4
     group_size = 64
     symmetric = false
-    method = "hqq"                            # or "rtn"
+    method = "hqq"                            # or "rtn", "awq", "gptq"
 
 Weights are `layers.{i}.{q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj}`, whatever the family calls them, and
 `lm_head`. Embedding, norms and biases are never quantised, and a weight that no rule names stays as it is.
@@ -31,10 +31,15 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-_METHODS = {2: ("rtn", "hqq"), 3: ("rtn", "hqq"), 4: ("rtn", "hqq"), 8: ("rtn", "fp8"), 16: ("rtn",)}
+_SMALL = ("rtn", "hqq", "awq", "gptq")
+_METHODS = {2: _SMALL, 3: _SMALL, 4: _SMALL, 8: ("rtn", "fp8"), 16: ("rtn",)}
 """By number of bits."""
 
+CALIBRATED = ("awq", "gptq")
+"""Methods that need to see what a weight is multiplied with."""
+
 HEAD = "lm_head"
+PROMOTED = ", promoted"
 _KEYS = ("weights", "bits", "group_size", "symmetric", "method")
 _TYPES = {
     "bits": (int, "a whole number"),
@@ -50,7 +55,8 @@ class Precision:
 
     With 4 bits or fewer `group_size` inputs (64 if left out) share a scale, and a zero point unless `symmetric`. "rtn"
     rounds to the nearest code, the range clipped for the least error; "hqq" optimises a floating zero for weights with
-    outliers.
+    outliers. "awq" and "gptq" look at the inputs that the weight has on calibration text (`jaxinfer.quantize`): "awq"
+    scales inputs and clips ranges, "gptq" makes up for each input's rounding in those that follow.
 
     With 8 bits there is one scale an output, of its largest weight, and zero is zero: `group_size` stays None. "rtn"
     is int8, "fp8" is float8_e4m3fn, whose steps are finer near zero and coarser above.
@@ -81,6 +87,20 @@ class Precision:
         if self.method == "hqq" and self.symmetric:
             raise ValueError("method hqq chooses a zero; symmetric must be false")
 
+    def __str__(self) -> str:
+        """Such as "int4 g64 awq", "fp8", "int8"."""
+        if self.bits == 16:
+            return "16 bits"
+        if self.bits == 8:
+            return "fp8" if self.method == "fp8" else "int8"
+        return f"int{self.bits} g{self.group_size}{' symmetric' if self.symmetric else ''} {self.method}"
+
+    def promoted(self) -> "Precision":
+        """The next more exact one: 2, 3, 4 bits of the same kind, then int8, then 16 bits."""
+        if self.bits < 4:
+            return dataclasses.replace(self, bits=self.bits + 1)
+        return Precision(8 if self.bits == 4 else 16)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -105,6 +125,11 @@ class Plan:
     rules: tuple[Rule, ...]
     name: str = "plan"
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a rule asks for a method that looks at a weight's inputs."""
+        return any(rule.precision.method in CALIBRATED for rule in self.rules)
+
     def precision(self, weight: str) -> Precision | None:
         """The precision of a weight (`layers.3.down_proj`), by the first rule that names it; None is as it is."""
         for rule in self.rules:
@@ -121,6 +146,23 @@ class Plan:
             found.append((precision, slice(start, stop)))
             start = stop
         return found
+
+    def promote(self, weights: Sequence[str]) -> "Plan":
+        """The same plan, but for weights that get their next more exact precision. They are named by rules of it."""
+        found = {weight: self.precision(weight) for weight in weights}
+        rules = [Rule((weight,), precision.promoted()) for weight, precision in found.items() if precision is not None]
+        name = self.name.removesuffix(PROMOTED) + PROMOTED
+        return Plan((*rules, *self.rules), name)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """What `from_mapping` takes: the content of a TOML file."""
+        rules = []
+        for rule in self.rules:
+            precision = {key: value for key, value in dataclasses.asdict(rule.precision).items() if value is not None}
+            if rule.precision.bits > 4:
+                del precision["symmetric"]
+            rules.append({"weights": list(rule.weights), **precision})
+        return {"rules": rules}
 
     def check(self, weights: Iterable[str]) -> None:
         """Raises ValueError for a rule that names none of a model's weights: it has a typing error."""
@@ -144,6 +186,8 @@ PRESETS: Mapping[str, Plan] = {
     "int4": uniform("int4", INT4),
     "int4-g128": uniform("int4-g128", Precision(4, 128)),
     "int4-hqq": uniform("int4-hqq", Precision(4, 64, method="hqq")),
+    "int4-awq": uniform("int4-awq", Precision(4, 64, method="awq")),
+    "int4-gptq": uniform("int4-gptq", Precision(4, 64, method="gptq")),
     "int4-int8-head": Plan((Rule((HEAD,), INT8), Rule(("*",), INT4)), "int4-int8-head"),
     "int3": uniform("int3", Precision(3, 64)),
     "int8": uniform("int8", INT8),
@@ -152,7 +196,8 @@ PRESETS: Mapping[str, Plan] = {
 }
 """Plans by name. All leave embedding and head in 16 bits, but for "int4-int8-head", whose head has 8.
 
-"int4" rounds to the nearest code of 4 bits in groups of 64 inputs. "seed-mixed" gives q, k, v, gate and up 4 bits and
+"int4" rounds to the nearest code of 4 bits in groups of 64 inputs; "int4-awq" and "int4-gptq" choose the codes by
+calibration text, and take the same room. "seed-mixed" gives q, k, v, gate and up 4 bits and
 down 8. Its o is meant to have 6, which are stored as 8: a third more bytes for o, which is a tenth of a layer's weights
 or less, and an error four times smaller.
 """

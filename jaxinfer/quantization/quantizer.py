@@ -9,8 +9,10 @@ import numpy as np
 from jaxinfer.layers.weights import ScaledCodes, StackedOutputs
 from jaxinfer.packed_runs import aligned_empty
 from jaxinfer.packed_weights import HostWeight
+from jaxinfer.quantization.awq import clip_and_round
+from jaxinfer.quantization.gptq import compensated_rounding
 from jaxinfer.quantization.hqq import half_quadratic
-from jaxinfer.quantization.plan import Plan, Precision
+from jaxinfer.quantization.plan import CALIBRATED, Plan, Precision
 from jaxinfer.quantization.rtn import round_to_nearest
 from jaxinfer.quantization.scaled import scale_outputs
 from pallas_kernels.int4_matmul import PackedInt4
@@ -18,14 +20,26 @@ from pallas_kernels.int4_matmul import PackedInt4
 type ReadInto = Callable[[str, np.ndarray], None]
 
 
-def quantize_weight(weight: jax.Array, precision: Precision) -> PackedInt4 | ScaledCodes:
-    """Codes of a weight [out, in], on its device, canonical."""
+def quantize_weight(
+    weight: jax.Array, precision: Precision, moments: jax.Array | None = None
+) -> PackedInt4 | ScaledCodes:
+    """Codes of a weight [out, in], on its device, canonical.
+
+    `moments` are the second moments of its inputs, which calibrated methods need; AWQ's scales are in the weight
+    already.
+    """
     if precision.bits == 8:
         return scale_outputs(weight, dtype="float8_e4m3fn" if precision.method == "fp8" else "int8")
     assert precision.group_size is not None and precision.symmetric is not None
+    codes = {"bits": precision.bits, "group_size": precision.group_size, "symmetric": precision.symmetric}
+    if precision.method in CALIBRATED:
+        if moments is None:
+            raise ValueError(f"method {precision.method} needs calibration: use jaxinfer.quantize(path, plan)")
+        method = clip_and_round if precision.method == "awq" else compensated_rounding
+        return method(weight, moments, **codes)
     if precision.method == "hqq":
         return half_quadratic(weight, bits=precision.bits, group_size=precision.group_size)
-    return round_to_nearest(weight, bits=precision.bits, group_size=precision.group_size, symmetric=precision.symmetric)
+    return round_to_nearest(weight, **codes)
 
 
 @dataclasses.dataclass(frozen=True)

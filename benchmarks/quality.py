@@ -1,0 +1,114 @@
+"""What quantising costs in quality: perplexity and KL divergence from the original, each precision beside the others.
+
+    python -m benchmarks.quality                                          # SmolLM2-135M, 113 thousand tokens
+    python -m benchmarks.quality --tokens 4096 --samples 8 --plans int4 int4-gptq     # a first try on a CPU
+
+The original is the checkpoint decoded to bfloat16. All are judged on the same held-out text (minutes of a workshop and
+verse, `jaxinfer/quantization/texts`); calibrated methods see another, a novel, or `--calibration` files. "Gap closed"
+is the share of what int4 by rounding adds to the log of the perplexity that a plan does not add.
+"""
+
+import argparse
+import dataclasses
+import gc
+import math
+import pathlib
+import time
+
+import jax
+import numpy as np
+
+import jaxinfer as ji
+from benchmarks.harness import RESULTS, Recorder
+from jaxinfer.quantization.calibration import Calibration, Windows
+from jaxinfer.quantization.plan import Plan, resolve
+from jaxinfer.quantization.quality import measure
+from jaxinfer.quantization.report import Quality
+
+MODEL = "smollm2-135m-instruct"
+PLANS = ("int8", "fp8", "int4", "int4-hqq", "int4-awq", "int4-gptq", "seed-mixed")
+BASELINE = "int4"
+
+
+def weight_bytes(model: ji.Model) -> int:
+    """Of the layers and the head, not of the embedding, which no plan changes."""
+    params = model.params
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((params.layers, params.lm_head)))
+
+
+def gap_closed(quality: Quality, baseline: Quality) -> float:
+    """Share of the baseline's loss of log-likelihood that is not lost."""
+    lost = math.log(baseline.perplexity / baseline.original_perplexity)
+    return 1.0 - math.log(quality.perplexity / quality.original_perplexity) / lost
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL, help="path or name of the original")
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), help="presets, or paths of .toml files")
+    parser.add_argument("--calibration", nargs="+", help="text or .jsonl files instead of the bundled novel")
+    parser.add_argument("--samples", type=int, default=128, help="windows to calibrate with")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--tokens", type=int, default=1 << 20, help="to judge by, at most; all there are by default")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
+    arguments = parser.parse_args()
+    recorder = Recorder("quality", arguments.results)
+    original = ji.load(arguments.model, dtype="bfloat16", packed=False)
+    sizes = {"samples": arguments.samples, "length": arguments.length}
+    judged = max(1, arguments.tokens // arguments.length)
+    texts = Calibration.bundled(**sizes, evaluation_samples=judged)
+    windows = texts.windows(original.tokenizer, original.config.max_position_embeddings)
+    evaluation = windows.evaluation
+    if arguments.calibration is not None:
+        own = Calibration.from_files(arguments.calibration, **sizes)
+        windows = own.windows(original.tokenizer, original.config.max_position_embeddings)
+    windows = dataclasses.replace(windows, evaluation=np.zeros((0, arguments.length), np.int32))
+    print(f"calibrated with {windows.calibration.size} tokens of {windows.source}, judged on {evaluation.size} tokens")
+    plans = [resolve(plan) for plan in arguments.plans]
+    rows: list[tuple[str, float, Quality, float]] = []
+    for plan in plans:
+        start = time.perf_counter()
+        model = quantized(original, plan, windows)
+        jax.block_until_ready(model.params)
+        seconds = time.perf_counter() - start
+        quality = measure(model, original, evaluation)
+        rows.append((plan.name, weight_bytes(model) / 1e6, quality, seconds))
+        case: dict[str, object] = {"model": arguments.model, "plan": plan.name, "tokens": quality.num_tokens}
+        recorder.record(
+            case,
+            {
+                "perplexity": (quality.perplexity, ""),
+                "original_perplexity": (quality.original_perplexity, ""),
+                "kl_mean": (quality.kl_mean, "nats"),
+                "kl_p99": (quality.kl_p99, "nats"),
+                "agreement": (quality.agreement, "of tokens"),
+                "size": (weight_bytes(model) / 1e6, "MB"),
+                "seconds": (seconds, "s"),
+            },
+        )
+        del model
+        gc.collect()
+    print_table(rows, weight_bytes(original) / 1e6)
+
+
+def quantized(original: ji.Model, plan: Plan, windows: Windows) -> ji.Model:
+    """The original by a plan; plans that need no calibration get none."""
+    return ji.quantize(original, plan, calibration=windows if plan.needs_calibration else None, progress=False)
+
+
+def print_table(rows: list[tuple[str, float, Quality, float]], original_size: float) -> None:
+    """The table of docs/quantization.md."""
+    baseline = next((quality for name, _, quality, _ in rows if name == BASELINE), None)
+    print("\n| weights | MB | perplexity | KL mean | KL 99 % | same best | gap closed | made in |")
+    print("|---|---|---|---|---|---|---|---|")
+    print(f"| bf16 | {original_size:.1f} | {rows[0][2].original_perplexity:.3f} | 0 | 0 | 100 % | | |")
+    for name, size, quality, seconds in rows:
+        closed = "" if baseline is None or name == BASELINE else f"{gap_closed(quality, baseline):.0%}"
+        print(
+            f"| {name} | {size:.1f} | {quality.perplexity:.3f} | {quality.kl_mean:.4f} | {quality.kl_p99:.3f} | "
+            f"{quality.agreement:.1%} | {closed} | {seconds:.0f} s |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Quantises layer after layer by what each is given: only one layer's weights are in full precision at a time.
+
+The calibration tokens run through the layers that are quantised already, so that each layer is fitted to the inputs it
+will have. The evaluation tokens run through both, original and quantised, side by side: at the end their distributions
+are compared, and the original model was never there as a whole.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from tqdm.auto import tqdm
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import LayerParams
+from jaxinfer.layers.embedding import embed
+from jaxinfer.layers.norm import rms_norm
+from jaxinfer.packed_weights import DeviceWeight, HostWeight, device_layout
+from jaxinfer.params import TOP, ParamSpec, Piece, layer_specs, linear_names
+from jaxinfer.quantization.calibration import Windows
+from jaxinfer.quantization.folding import FIELDS, can_fold, fold, tie
+from jaxinfer.quantization.fused import best_scales, names_of, quantize_fused
+from jaxinfer.quantization.layer_pass import InputMoments, input_moments, pass_through, representative
+from jaxinfer.quantization.moments import values_of
+from jaxinfer.quantization.plan import CALIBRATED, HEAD, Plan
+from jaxinfer.quantization.quality import head_statistics, quality_of, row_batches
+from jaxinfer.quantization.quantizer import quantize_weight
+from jaxinfer.quantization.report import Quality, QuantizationReport, WeightError
+
+type Batches = list[jax.Array]
+"""Hidden states [rows, tokens, hidden] in float32, a few rows at a time."""
+
+
+class CalibratedQuantizer:
+    """Takes a model's pieces in order and gives them back quantised; afterwards, `report` tells what became of it.
+
+    What the plan leaves alone has `dtype`. With `promote_above` a weight whose error (`WeightError.error`) is larger is
+    quantised again with the next more exact precision, until it is not or has 16 bits; `plan` grows rules that say so.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: Plan,
+        windows: Windows,
+        dtype: jnp.dtype,
+        *,
+        promote_above: float | None = None,
+    ) -> None:
+        """Raises ValueError for a plan that does not fit the model, and for no calibration tokens."""
+        plan.check(linear_names(config))
+        precision = plan.precision(HEAD)
+        if precision is not None and precision.method in CALIBRATED:
+            raise ValueError(
+                f"{plan.name}: {HEAD} by {precision.method}; only layers are calibrated; give it rtn or hqq"
+            )
+        if promote_above is not None and not promote_above > 0:
+            raise ValueError(f"promote_above is {promote_above!r}; expected a share of the output, such as 0.01")
+        if windows.calibration.size == 0:
+            raise ValueError(f"{windows.source} has no tokens to calibrate with; give more text")
+        self.plan = plan
+        self._config, self._windows, self._dtype, self._promote_above = config, windows, dtype, promote_above
+        self._errors: list[WeightError] = []
+        self._quality: Quality | None = None
+
+    def pieces(self, originals: Iterable[Piece], *, progress: bool = False) -> Iterator[Piece]:
+        """Quantises the pieces of a model whose weights are arrays, embedding and head first, then layer by layer."""
+        layers = self._config.num_layers
+        with tqdm(total=layers, unit="layer", desc=f"Quantising ({self.plan.name})", disable=not progress) as bar:
+            for index, (name, fields) in enumerate(originals):
+                if name == TOP:
+                    yield name, self.start(fields)
+                    continue
+                yield name, self.layer(index - 1, fields)
+                bar.update()
+            self.finish()
+
+    def start(self, top: Mapping[str, Any]) -> dict[str, DeviceWeight]:
+        """Looks up the tokens of all windows, and quantises the head if the plan does."""
+        self._top = dict(top)
+        embedding = jnp.asarray(top["embed_tokens"])
+
+        def looked_up(windows: np.ndarray) -> Batches:
+            rows = [jnp.asarray(batch) for batch in row_batches(windows)]
+            return [embed(tokens, embedding, self._config).astype(jnp.float32) for tokens in rows]
+
+        self._inputs = looked_up(self._windows.calibration)
+        self._evaluated = looked_up(self._windows.evaluation)
+        self._originals = list(self._evaluated)
+        self._original_head = self._head = top.get("lm_head", embedding)
+        precision = self.plan.precision(HEAD)
+        if precision is None:
+            return self._top
+        packed = quantize_weight(self._original_head, precision)
+        self._head = values_of(packed)
+        return self._top | {"lm_head": device_layout(packed)}
+
+    def layer(self, index: int, fields: Mapping[str, Any]) -> dict[str, DeviceWeight]:
+        """Quantises layer `index`, whose weights are arrays; the result lies as this device's kernels read it."""
+        config, same = self._config, representative(self._config, index)
+        specs = layer_specs(config, index)
+        original = LayerParams(**{field: jnp.asarray(value).astype(jnp.float32) for field, value in fields.items()})
+        moments = input_moments(original, self._inputs, config=config, index=same)
+        scaled, moments = self._scale(original, moments, specs)
+        made: dict[str, Any] = {}
+        rounded: dict[str, Any] = {}
+        for field, spec in specs.items():
+            value = getattr(scaled, field)
+            if spec.is_linear:
+                packed = self._quantize(value, getattr(moments, field), spec)
+                made[field], rounded[field] = device_layout(packed), values_of(packed)
+            else:
+                made[field] = value if spec.is_norm else value.astype(self._dtype)
+                rounded[field] = made[field].astype(jnp.float32)
+        self._originals = [pass_through(original, x, config=config, index=same) for x in self._originals]
+        quantised = LayerParams(**rounded)
+        self._evaluated = [pass_through(quantised, x, config=config, index=same) for x in self._evaluated]
+        self._inputs = [pass_through(quantised, x, config=config, index=same) for x in self._inputs]
+        return made
+
+    def finish(self) -> None:
+        """Compares what was evaluated."""
+        norm, eps = self._top["norm"], self._config.norm_eps
+        heads = self._head.astype(jnp.float32), self._original_head.astype(jnp.float32)
+        rows = zip(self._evaluated, self._originals, row_batches(self._windows.evaluation), strict=True)
+        statistics = []
+        for hidden, original, tokens in rows:
+            normalised = rms_norm(hidden, norm, eps), rms_norm(original, norm, eps)
+            statistics.append(head_statistics(*normalised, *heads, jnp.asarray(tokens), config=self._config))
+        self._quality = quality_of(statistics) if statistics else None
+
+    def report(self) -> QuantizationReport:
+        """What was done; after `finish`."""
+        tokens = self._windows.calibration.size
+        return QuantizationReport(self.plan, self._windows.source, tokens, tuple(self._errors), self._quality)
+
+    def _scale(
+        self, layer: LayerParams, moments: InputMoments, specs: dict[str, ParamSpec]
+    ) -> tuple[LayerParams, InputMoments]:
+        """Folds AWQ's scales into a layer, where they help."""
+        for field in FIELDS:
+            if can_fold(layer, field):
+                own = getattr(moments, field)
+                magnitudes = tie(jnp.sqrt(jnp.diagonal(own)), field, self._config)
+                scales = best_scales(getattr(layer, field), own, magnitudes, specs[field], self.plan)
+                if scales is not None:
+                    layer, moments = fold(layer, moments, field, scales, self._config)
+        return layer, moments
+
+    def _quantize(
+        self, weight: Float[Array, "out in"], moments: Float[Array, "in in"], spec: ParamSpec
+    ) -> HostWeight | DeviceWeight:
+        """A weight by its plan, promoted as long as it errs too much."""
+        promoted: set[str] = set()
+        while True:
+            packed, errors = quantize_fused(weight, moments, spec, self.plan, self._dtype)
+            limit = self._promote_above
+            over = [name for name, error in errors.items() if limit is not None and error > limit]
+            if not over:
+                break
+            promoted |= set(over)
+            self.plan = self.plan.promote(over)
+        for name in names_of(spec):
+            if name in errors or name in promoted:
+                precision = self.plan.precision(name)
+                shown = "16 bits" if precision is None else str(precision)
+                self._errors.append(WeightError(name, shown, errors.get(name, 0.0), name in promoted))
+        return packed

@@ -1,0 +1,256 @@
+"""Texts that calibrated quantising looks at, split from those that it is judged by.
+
+    Calibration.from_files(["support.jsonl", "manual.txt"])      # a user's domain; a tenth is kept for evaluation
+    Calibration.bundled()                                        # for a first try: see texts/README.md
+
+A line of a .jsonl file is a document: {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ...,
+"completion": ...}, which is two messages, or {"text": ...}. Messages are written as the model's chat template has them,
+or, where it has none, one below the other. Any other file is one text.
+"""
+
+import dataclasses
+import hashlib
+import json
+import lzma
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from jaxinfer.tokenization import Tokenizer
+
+SAMPLES, LENGTH, EVALUATION_SAMPLES = 128, 512, 16
+
+PASSAGE = 8000
+"""Characters of a text, at least, that go to one side of the split together."""
+
+SHARED_PARAGRAPH = 32
+"""Characters from which a paragraph on both sides counts as shared text; fewer are "Yes." and "THE END"."""
+
+type Message = Mapping[str, str]
+type Document = str | tuple[Message, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Token ids that a model is run over, each row from position 0; no evaluation rows: quality is not measured."""
+
+    calibration: Int32[np.ndarray, "samples tokens"]
+    evaluation: Int32[np.ndarray, "evaluation_samples tokens"]
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Calibration:
+    """Documents to calibrate with, and others, which share no paragraph with them, to judge the result by.
+
+    Of each, as many windows of `length` tokens are taken as are asked for and there are, evenly from all of the text.
+    """
+
+    documents: tuple[Document, ...]
+    evaluation: tuple[Document, ...]
+    source: str
+    samples: int = SAMPLES
+    length: int = LENGTH
+    evaluation_samples: int = EVALUATION_SAMPLES
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("length", 2), ("evaluation_samples", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; expected a whole number from {least}")
+
+    def __repr__(self) -> str:
+        return (
+            f"Calibration({self.source!r}, {len(self.documents)} documents, {len(self.evaluation)} for evaluation, "
+            f"{self.samples} windows of {self.length} tokens)"
+        )
+
+    @classmethod
+    def bundled(
+        cls, *, samples: int = SAMPLES, length: int = LENGTH, evaluation_samples: int = EVALUATION_SAMPLES
+    ) -> "Calibration":
+        """A novel to calibrate with; minutes of a workshop and verse, 113 thousand tokens, to judge by."""
+        return cls(
+            (_bundled_text("alice"),),
+            (_bundled_text("electronic_texts"), _bundled_text("paradise_lost")),
+            "Alice's Adventures in Wonderland (bundled)",
+            samples,
+            length,
+            evaluation_samples,
+        )
+
+    @classmethod
+    def from_files(
+        cls,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        evaluation: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+        evaluation_share: float = 0.1,
+        samples: int = SAMPLES,
+        length: int = LENGTH,
+        evaluation_samples: int = EVALUATION_SAMPLES,
+    ) -> "Calibration":
+        """Reads text and .jsonl files. Without `evaluation` files that share of the documents is kept for evaluation.
+
+        A document's content decides its side, so equal ones are on the same side; long texts are split into passages
+        first. What is left to calibrate with has no paragraph that evaluation has. Raises ValueError naming the file,
+        and the line, that is wrong.
+        """
+        names = _listed(paths)
+        documents = [document for path in names for document in _read(path)]
+        if evaluation is not None:
+            kept = [document for path in _listed(evaluation) for document in _read(path)]
+        else:
+            if not 0.0 <= evaluation_share < 1.0:
+                raise ValueError(f"evaluation_share is {evaluation_share!r}; expected a share from 0 to less than 1")
+            pieces = [piece for document in documents for piece in _passages(document)]
+            kept = [piece for piece in pieces if _place(piece) < evaluation_share]
+            documents = [piece for piece in pieces if _place(piece) >= evaluation_share]
+        documents = list(_without_shared(documents, kept))
+        source = ", ".join(path.name for path in names)
+        if not documents:
+            raise ValueError(f"{source}: no text is left to calibrate with; give more, or other evaluation files")
+        return cls(tuple(documents), tuple(kept), source, samples, length, evaluation_samples)
+
+    def windows(self, tokenizer: Tokenizer | None, longest: int) -> Windows:
+        """The token ids, in windows of at most `longest` tokens. Raises ValueError for a model without a tokenizer."""
+        if tokenizer is None:
+            raise ValueError("the model has no tokenizer to read calibration texts with; pass Windows of token ids")
+        length = min(self.length, longest)
+        calibration = _cut(tokenizer, self.documents, length, self.samples)
+        evaluation = _cut(tokenizer, self.evaluation, length, self.evaluation_samples)
+        return Windows(calibration, evaluation, self.source)
+
+
+def _cut(
+    tokenizer: Tokenizer, documents: Sequence[Document], length: int, most: int
+) -> Int32[np.ndarray, "samples tokens"]:
+    """Windows of the documents' tokens, one document after the other; each begins as the tokenizer opens a text."""
+    stream = [token for document in documents for token in _encode(tokenizer, document)]
+    opening = list(tokenizer.opening_ids)
+    length = min(length, len(opening) + len(stream))
+    windows, position = [], 0
+    while len(stream) - position >= length - len(opening) and most and stream:
+        prefix = [] if stream[position : position + len(opening)] == opening else opening
+        end = position + length - len(prefix)
+        if end > len(stream):
+            break
+        windows.append(prefix + stream[position:end])
+        position = end
+    if len(windows) > most:
+        windows = [windows[index * len(windows) // most] for index in range(most)]
+    return np.array(windows, np.int32).reshape(len(windows), length)
+
+
+def _encode(tokenizer: Tokenizer, document: Document) -> list[int]:
+    if isinstance(document, str):
+        return tokenizer.encode(document, add_special_tokens=False)
+    if tokenizer.chat_template is None:
+        text = "\n\n".join(message["content"] for message in document)
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.apply_chat_template(document, add_generation_prompt=False)
+
+
+def _listed(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
+    listed = [pathlib.Path(path).expanduser() for path in paths]
+    if not listed:
+        raise ValueError("no calibration files are given; give text or .jsonl files")
+    return listed
+
+
+def _read(path: pathlib.Path) -> Iterator[Document]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: byte {error.start}") from error
+    if path.suffix != ".jsonl":
+        yield text
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield _record(line, f"{path}: line {number}")
+
+
+def _record(line: str, where: str) -> Document:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    match record:
+        case {"text": str(text)}:
+            return text
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            return {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}
+        case {"messages": [_, *_] as messages}:
+            for message in messages:
+                match message:
+                    case {"role": str(), "content": str()}:
+                        pass
+                    case _:
+                        raise ValueError(f'{where} has the message {message!r}; expected a "role" and a "content" text')
+            return tuple(messages)
+    raise ValueError(f'{where} has no "messages", no "text", and no "prompt" with "completion"')
+
+
+def _passages(document: Document) -> Iterator[Document]:
+    """A text in pieces of whole paragraphs; a conversation is one piece."""
+    if not isinstance(document, str):
+        yield document
+        return
+    piece: list[str] = []
+    for paragraph in _paragraphs(document):
+        piece.append(paragraph)
+        if sum(map(len, piece)) >= PASSAGE:
+            yield "\n\n".join(piece)
+            piece = []
+    if piece:
+        yield "\n\n".join(piece)
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [paragraph for paragraph in re.split(r"\n[^\S\n]*\n\s*", text) if paragraph.strip()]
+
+
+def _normalised(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def _place(document: Document) -> float:
+    """A number from 0 to 1 by a document's words alone."""
+    texts = [document] if isinstance(document, str) else [message["content"] for message in document]
+    digest = hashlib.sha256("\n".join(map(_normalised, texts)).encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8]) / 2**64
+
+
+def _shareable(document: Document) -> Iterator[str]:
+    """Paragraphs that must not be on both sides; system prompts may, as they are in every conversation."""
+    texts = [document] if isinstance(document, str) else [m["content"] for m in document if m["role"] != "system"]
+    for text in texts:
+        for paragraph in map(_normalised, _paragraphs(text)):
+            if len(paragraph) >= SHARED_PARAGRAPH:
+                yield paragraph
+
+
+def _without_shared(documents: Sequence[Document], others: Sequence[Document]) -> Iterator[Document]:
+    """The documents without what the others have as well: a text's paragraphs, or a whole conversation."""
+    taken = {paragraph for document in others for paragraph in _shareable(document)}
+    for document in documents:
+        if not taken.intersection(_shareable(document)):
+            yield document
+        elif isinstance(document, str):
+            left = [paragraph for paragraph in _paragraphs(document) if _normalised(paragraph) not in taken]
+            if left:
+                yield "\n\n".join(left)
+
+
+def _bundled_text(name: str) -> str:
+    path = pathlib.Path(__file__).with_name("texts") / f"{name}.txt.xz"
+    return lzma.decompress(path.read_bytes()).decode("utf-8")

@@ -1,0 +1,113 @@
+"""GPTQ: inputs are rounded one after the other, and those that follow make up for each one's error.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022. Inputs of
+the largest second moment come first ("act-order"), while there are most others left to make up for them. Groups are
+those of neighbouring inputs all the same, their scales chosen beforehand, so that the product needs no permutation.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, UInt8
+
+from jaxinfer.quantization.awq import clip_and_round
+from jaxinfer.quantization.moments import better_rows
+from pallas_kernels.int4_matmul import PackedInt4, from_codes
+
+BLOCK = 128
+"""Inputs rounded before their errors are passed on to all later ones, in one product."""
+
+DAMPING = 0.01
+"""Share of the mean second moment that is added to all of them: a matrix of few samples has no inverse."""
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "group_size", "symmetric", "damping"))
+def compensated_rounding(
+    weight: Float[Array, "out in"],
+    moments: Float[Array, "in in"],
+    *,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    damping: float = DAMPING,
+) -> PackedInt4:
+    """Quantises a weight to codes of `bits` bits (2 to 4) on the scales and zeros that `clip_and_round` chooses.
+
+    Rows that come out worse than `clip_and_round`'s are taken from there. Deterministic.
+    """
+    weight = weight.astype(jnp.float32)
+    start = clip_and_round(weight, moments, bits=bits, group_size=group_size, symmetric=symmetric)
+    order = jnp.argsort(-jnp.diagonal(moments), stable=True).astype(jnp.int32)
+    codes = codes_in_order(weight, start, error_propagation(moments, order, damping), order, bits=bits)
+    compensated = from_codes(codes, start.scales, start.offsets, group_size=group_size)
+    return better_rows(compensated, start, weight, moments)
+
+
+def error_propagation(
+    moments: Float[Array, "in in"], order: Int32[Array, " in"], damping: float
+) -> Float[Array, "in in"]:
+    """The upper triangle U with U^T U = (M + damping * mean(diagonal))^-1, M the moments with inputs in `order`.
+
+    M = R R^T with R upper is a Cholesky factorisation from the last input to the first, and U is R's inverse: so the
+    inverse of M, which has twice M's loss of digits, is never formed. Inputs that are always 0 get a diagonal of 1.
+    """
+    size = moments.shape[0]
+    diagonal = jnp.diagonal(moments)
+    fill = damping * jnp.mean(diagonal) + (diagonal == 0.0).astype(jnp.float32)
+    ordered = (moments + jnp.diag(fill))[order][:, order]
+    lower = jnp.linalg.cholesky(ordered[::-1, ::-1], symmetrize_input=False)
+    upper = lower[::-1, ::-1]
+    return jax.scipy.linalg.solve_triangular(upper, jnp.eye(size, dtype=jnp.float32), lower=False)
+
+
+def codes_in_order(
+    weight: Float[Array, "out in"],
+    grid: PackedInt4,
+    propagation: Float[Array, "in in"],
+    order: Int32[Array, " in"],
+    *,
+    bits: int,
+) -> UInt8[Array, "out in"]:
+    """Codes on the scales and zeros of `grid`, canonical, inputs rounded in `order`."""
+    out_features, in_features = weight.shape
+    # A symmetric grid's codes of fewer bits lie around 8.
+    lowest = 8 - 2 ** (bits - 1) if grid.offsets is None else 0
+    highest = lowest + 2**bits - 1
+    groups = order // grid.group_size
+    block = min(BLOCK, in_features)
+    missing = -in_features % block
+    # Inputs that fill up the last block come last, are 0 and pass nothing on.
+    remaining = jnp.pad(weight[:, order], ((0, 0), (0, missing)))
+    groups = jnp.pad(groups, (0, missing))
+    propagation = jnp.pad(propagation, ((0, missing), (0, missing)))
+    propagation = propagation + jnp.diag((jnp.arange(in_features + missing) >= in_features).astype(jnp.float32))
+    scales = grid.scales.astype(jnp.float32)
+    zeros = jnp.full_like(scales, 8.0) if grid.offsets is None else grid.offsets.astype(jnp.float32)
+
+    def one_block(remaining: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own = jax.lax.dynamic_slice_in_dim(remaining, first, block, axis=1)
+        triangle = jax.lax.dynamic_slice(propagation, (first, first), (block, block))
+        own_groups = jax.lax.dynamic_slice_in_dim(groups, first, block)
+
+        def one_input(index: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            own, codes, errors = state
+            column = jax.lax.dynamic_index_in_dim(own, index, axis=1, keepdims=False)
+            scale, zero = scales[:, own_groups[index]], zeros[:, own_groups[index]]
+            code = jnp.clip(jnp.round(column / scale + zero), lowest, highest)
+            error = (column - scale * (code - zero)) / triangle[index, index]
+            own = own - error[:, None] * triangle[index][None, :]  # rounded ones change too, and are not read again
+            codes = jax.lax.dynamic_update_index_in_dim(codes, code.astype(jnp.uint8), index, axis=1)
+            errors = jax.lax.dynamic_update_index_in_dim(errors, error, index, axis=1)
+            return own, codes, errors
+
+        empty = jnp.zeros((out_features, block), jnp.uint8), jnp.zeros((out_features, block), jnp.float32)
+        _, codes, errors = jax.lax.fori_loop(0, block, one_input, (own, *empty))
+        rows = jax.lax.dynamic_slice_in_dim(propagation, first, block, axis=0)
+        remaining = remaining - jnp.matmul(errors, rows, precision=jax.lax.Precision.HIGHEST)
+        return remaining, codes
+
+    starts = jnp.arange(0, in_features + missing, block, dtype=jnp.int32)
+    _, codes = jax.lax.scan(one_block, remaining, starts)
+    codes = jnp.moveaxis(codes, 0, 1).reshape(out_features, -1)[:, :in_features]
+    return codes[:, jnp.argsort(order)]

@@ -1,0 +1,107 @@
+"""What quantising did to a model: the error of each weight, and the quality of the whole."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.quantization.plan import Plan, from_mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """How far a model is from its original on text that neither calibration nor, one hopes, training has seen.
+
+    KL divergences are of the next token's distribution from the original's, in nats, at every position. `agreement` is
+    the share of positions at which both hold the same token for the most probable.
+    """
+
+    perplexity: float
+    original_perplexity: float
+    kl_mean: float
+    kl_p99: float
+    agreement: float
+    num_tokens: int
+
+    @classmethod
+    def from_positions(
+        cls, surprise: np.ndarray, original_surprise: np.ndarray, divergence: np.ndarray, same_best: np.ndarray
+    ) -> "Quality":
+        """From [positions]: negative log-likelihoods of the next tokens, KL divergences, equality of the best."""
+        divergence = divergence.astype(np.float64)
+        return cls(
+            perplexity=float(np.exp(np.mean(surprise, dtype=np.float64))),
+            original_perplexity=float(np.exp(np.mean(original_surprise, dtype=np.float64))),
+            kl_mean=float(np.mean(divergence)),
+            kl_p99=float(np.quantile(divergence, 0.99)),
+            agreement=float(np.mean(same_best)),
+            num_tokens=len(divergence),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"perplexity {self.perplexity:.4g} (original {self.original_perplexity:.4g}), KL mean {self.kl_mean:.4f}, "
+            f"99th percentile {self.kl_p99:.4f} nats, same best token {self.agreement:.1%}, on {self.num_tokens} tokens"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightError:
+    """`error` is E|D x|^2 / E|W x|^2, D what quantising changed of W, over the calibration's inputs x."""
+
+    name: str
+    precision: str
+    error: float
+    promoted: bool = False
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class QuantizationReport:
+    """`plan` is the one that was followed, promotions included. `quality` is None if no evaluation text was given."""
+
+    plan: Plan
+    source: str
+    calibration_tokens: int
+    weights: tuple[WeightError, ...]
+    quality: Quality | None
+
+    def over(self, threshold: float) -> list[WeightError]:
+        """Weights whose error is larger, the worst first."""
+        return sorted((weight for weight in self.weights if weight.error > threshold), key=lambda w: -w.error)
+
+    def __repr__(self) -> str:
+        """A few lines: how it was done, the worst weights, the quality."""
+        worst = ", ".join(f"{weight.name} {weight.error:.2%} ({weight.precision})" for weight in self.over(0.0)[:5])
+        promoted = sum(weight.promoted for weight in self.weights)
+        lines = [
+            f"{self.plan.name}: {len(self.weights)} weights quantised, {promoted} promoted, "
+            f"calibrated with {self.calibration_tokens} tokens of {self.source}",
+            f"largest errors of outputs: {worst or 'none'}",
+            f"quality: {self.quality or 'not measured, no evaluation text'}",
+        ]
+        return "\n".join(lines)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "plan": {"name": self.plan.name, **self.plan.to_mapping()},
+            "source": self.source,
+            "calibration_tokens": self.calibration_tokens,
+            "weights": [dataclasses.asdict(weight) for weight in self.weights],
+            "quality": None if self.quality is None else dataclasses.asdict(self.quality),
+        }
+
+    @classmethod
+    def from_mapping(cls, content: Mapping[str, Any]) -> "QuantizationReport":
+        """Undoes `to_mapping`."""
+        plan = dict(content["plan"])
+        name = plan.pop("name")
+        quality = content["quality"]
+        return cls(
+            plan=from_mapping(plan, name),
+            source=content["source"],
+            calibration_tokens=content["calibration_tokens"],
+            weights=tuple(WeightError(**weight) for weight in content["weights"]),
+            quality=None if quality is None else Quality(**quality),
+        )
