@@ -1,9 +1,12 @@
 """From the order of codes that a store has to the one that this device's kernel reads."""
 
+import functools
 from collections.abc import Callable, Mapping
 
+import jax
+
 from checkpoints.errors import CheckpointError
-from pallas_kernels.int4_matmul import PackedInt4, to_canonical, to_mosaic, to_triton
+from pallas_kernels.int4_matmul import PackedInt4, to_canonical, to_kernel_layout, to_mosaic, to_triton
 
 LAYOUT_VERSIONS: dict[str, int] = {"canonical": 1, "mosaic": 1, "triton": 1}
 """Whoever changes what a kernel reads raises its number, and keeps in `UNPACKERS` what undid the order until then."""
@@ -21,12 +24,21 @@ def to_layout(weight: PackedInt4, layout: str) -> PackedInt4:
     return {"canonical": to_canonical, "mosaic": to_mosaic, "triton": to_triton}[layout](weight)
 
 
-def repacked(weight: PackedInt4, version: int, where: str) -> PackedInt4:
-    """The canonical form of a stored weight. Raises CheckpointError for a version that is not known."""
-    unpack = UNPACKERS.get((weight.layout, version))
-    if unpack is None:
+def check_known(layout: str, version: int, where: str) -> None:
+    """Raises CheckpointError for a version of a layout that nothing here unpacks."""
+    if (layout, version) not in UNPACKERS:
         raise CheckpointError(
-            f"{where} has version {version} of the {weight.layout} layout, which this version of jaxinfer cannot read; "
+            f"{where} has version {version} of the {layout} layout, which this version of jaxinfer cannot read; "
             "write the store again, or use the version that wrote it"
         )
-    return unpack(weight)
+
+
+def unpacked(weight: PackedInt4, version: int) -> PackedInt4:
+    """The canonical form of a stored weight."""
+    return UNPACKERS[weight.layout, version](weight)
+
+
+@functools.partial(jax.jit, static_argnames="version")
+def repacked(weight: PackedInt4, version: int) -> PackedInt4:
+    """A stored weight as this device's kernel reads it."""
+    return to_kernel_layout(unpacked(weight, version))

@@ -21,7 +21,7 @@ from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
 from jaxinfer.packed_weights import DeviceWeight
 from jaxinfer.params import TOP, ParamSpec, Piece, piece_specs
 from jaxinfer.store.arrays import read_arrays, stored_file
-from jaxinfer.store.layouts import LAYOUT_VERSIONS, repacked
+from jaxinfer.store.layouts import LAYOUT_VERSIONS, repacked, unpacked
 from jaxinfer.store.manifest import GGUF_METADATA, ORIGINAL, WEIGHTS, read_manifest
 from jaxinfer.store.structure import Described, canonical_like, named_arrays
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
@@ -89,7 +89,7 @@ class Store:
         """A weight of NumPy arrays, its codes canonical."""
         described, where = self.manifest.weights[piece][field], f"{self.path}: {piece}.{field}"
         host = filled(described, read_arrays(self._arrays_of(piece, field)), where)
-        return _with_codes(host, lambda codes: repacked(codes, described.version_of(codes), where))
+        return _with_codes(host, lambda codes: unpacked(codes, described.version_of(codes)))
 
     def _arrays(self) -> Iterator[tuple[pathlib.Path, jax.ShapeDtypeStruct]]:
         for piece, specs in self.specs():
@@ -174,6 +174,6 @@ def _placed(host: Any, described: Described, is_norm: bool, dtype: jnp.dtype, wh
         version, wanted = described.version_of(codes), _wanted(canonical_like(codes))
         if (codes.layout, version) == (wanted, LAYOUT_VERSIONS[wanted]):
             return codes
-        return to_kernel_layout(repacked(codes, version, where))
+        return repacked(codes, version)
 
     return _with_codes(on_device, arranged)

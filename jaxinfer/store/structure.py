@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from checkpoints.errors import CheckpointError
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.params import ParamSpec
-from jaxinfer.store.layouts import LAYOUT_VERSIONS, repacked, to_layout
+from jaxinfer.store.layouts import LAYOUT_VERSIONS, check_known, to_layout, unpacked
 from pallas_kernels.int4_matmul import PackedInt4
 
 KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (PackedInt4, PermutedInputs, StackedOutputs, ScaledCodes)}
@@ -189,11 +189,12 @@ def _check_packed(weight: PackedInt4, version: int, where: str) -> None:
         raise _damaged(where, f"offsets are {offsets.dtype}")
     if book is not None and (book.shape != (16,) or str(book.dtype) not in FLOATS):
         raise _damaged(where, f"a code book is {book.dtype} {list(book.shape)}")
+    check_known(weight.layout, version, where)
     canonical = canonical_like(weight)
     if version == LAYOUT_VERSIONS[weight.layout]:
         if _expected(canonical, weight.layout) != weight:
             raise _damaged(where, f"the arrays of layout {weight.layout} do not fit {list(shape)}")
-    elif jax.eval_shape(lambda w: repacked(w, version, where), weight) != canonical:
+    elif jax.eval_shape(lambda w: unpacked(w, version), weight) != canonical:
         raise _damaged(where, f"the arrays of layout {weight.layout} do not fit {list(shape)}")
 
 

@@ -1,0 +1,406 @@
+"""Stores: what is written is what is read, written whole or not at all, and not believed when it is read."""
+
+import json
+import logging
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import families
+import jax
+import jax.numpy as jnp
+import markov
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import quantized_checkpoints
+from tokenizer_training import gguf_metadata
+
+from checkpoints.errors import CheckpointError
+from jaxinfer.generation import logits
+from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.model import Model, inspect, load
+from jaxinfer.params import Piece
+from jaxinfer.quantization.plan import Plan, Precision, Rule
+from jaxinfer.store import layouts, reader
+from jaxinfer.store.create import create, model_pieces, save
+from jaxinfer.store.manifest import MANIFEST
+from jaxinfer.store.writer import StoreWriter, add_quality
+from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
+from pallas_kernels.int4_matmul import PackedInt4, dequantize, to_mosaic, to_triton
+
+LLAMA = families.BY_NAME["llama"].folder
+MIXED = Plan(
+    (
+        Rule(("lm_head",), Precision(8, method="fp8")),
+        Rule(("*.v_proj",), Precision(8)),
+        Rule(("*.o_proj",), Precision(4, 16, symmetric=True)),
+        Rule(("*.down_proj",), Precision(4, 16, method="hqq")),
+        Rule(("layers.0.gate_proj",), Precision(16)),
+        Rule(("*",), Precision(4, 16)),
+    ),
+    "mixed",
+)
+"""Every kind but act-order's."""
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two pytrees are equal to the bit, kinds, layouts and dtypes included."""
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    equal = all(a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+    return equal and jax.tree.structure(first) == jax.tree.structure(second)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return create(LLAMA, tmp_path_factory.mktemp("mixed") / "store", plan=MIXED)
+
+
+@pytest.fixture
+def copy(mixed: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A store to be damaged."""
+    return pathlib.Path(shutil.copytree(mixed, tmp_path / "copy"))
+
+
+def test_a_store_of_a_plan_is_what_quantising_while_loading_gives(mixed: pathlib.Path) -> None:
+    expected = load(LLAMA, dtype="bfloat16", quantize=MIXED, progress=False)
+    actual = load(mixed, dtype="bfloat16", progress=False)
+    assert same(actual.params, expected.params)
+    assert actual.config == expected.config
+    kinds = {type(leaf) for leaf in jax.tree.leaves(actual.params, is_leaf=lambda x: not isinstance(x, list))}
+    layer = actual.params.layers[0]
+    assert isinstance(layer.qkv, StackedOutputs) and isinstance(layer.o, PackedInt4), kinds
+    assert isinstance(actual.params.lm_head, ScaledCodes)
+
+
+def test_the_manifest_tells_how_it_was_made(mixed: pathlib.Path) -> None:
+    said = reader.Store(mixed).manifest
+    assert (said.model, said.dtype, said.device) == ("llama", "bfloat16", "cpu")
+    assert said.plan is not None and said.plan["name"] == "mixed"
+    assert said.plan["rules"][1] == {"weights": ["*.v_proj"], "bits": 8, "method": "rtn"}
+    assert {"jaxinfer", "jax", "orbax-checkpoint"} <= set(said.versions)
+    assert said.quality is None
+
+
+def test_quality_is_kept_and_replaced(copy: pathlib.Path) -> None:
+    for report in ({"perplexity": 11.5, "layers": [{"name": "layers.0.o_proj", "error": 0.25}]}, {"kl_mean": 0.125}):
+        add_quality(copy, report)
+        assert reader.Store(copy).manifest.quality == report
+
+
+def test_orbax_restores_it(mixed: pathlib.Path) -> None:
+    """The arrays are Orbax's own: its restore gives the same bits as our reads of the chunks."""
+    expected = load(mixed, dtype="bfloat16", progress=False).params.layers[0]
+    folder = mixed / "weights" / "layer_00000"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        names = checkpointer.metadata(folder).item_metadata.tree
+        as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        arrays = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    assert np.asarray(arrays["o.codes"]).tobytes() == np.asarray(expected.o.codes).tobytes()
+    assert np.asarray(arrays["qkv.parts.1.codes"]).tobytes() == np.asarray(expected.qkv.parts[1].codes).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["gptq act-order", "awq gemm"])
+def test_codes_of_checkpoints_stay_as_they_are(kind: str, tmp_path: pathlib.Path) -> None:
+    case = quantized_checkpoints.make(kind, tmp_path)
+    out = create(case.quantized, tmp_path / "store")
+    expected, actual = (load(path, dtype="bfloat16", packed=True, progress=False) for path in (case.quantized, out))
+    assert same(actual.params, expected.params)
+    found = actual.params.layers[0].o
+    assert isinstance(found, PermutedInputs if "act" in kind else PackedInt4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen2"])
+def test_decoded_it_is_the_model_that_was_stored(family: str, tmp_path: pathlib.Path) -> None:
+    """packed=False goes tensor by tensor; norms with an offset have it added once only."""
+    folder = families.BY_NAME[family].folder
+    out = create(folder, tmp_path / "store", dtype="float32")
+    expected = load(folder, dtype="float32", progress=False).params
+    assert same(load(out, dtype="float32", progress=False).params, expected)
+    assert same(load(out, dtype="float32", packed=False, progress=False).params, expected)
+
+
+def test_it_is_quantised_like_any_checkpoint(tmp_path: pathlib.Path) -> None:
+    out = create(LLAMA, tmp_path / "store", dtype="float32")
+    expected = load(LLAMA, dtype="float32", quantize="int8", progress=False)
+    assert same(load(out, dtype="float32", quantize="int8", progress=False).params, expected.params)
+
+
+def test_decoded_codes_are_their_values(mixed: pathlib.Path) -> None:
+    tokens = families.BY_NAME["llama"].tokens[:1, :8]
+    packed = np.asarray(logits(load(mixed, dtype="float32", progress=False), tokens))
+    decoded = np.asarray(logits(load(mixed, dtype="float32", packed=False, progress=False), tokens))
+    np.testing.assert_allclose(decoded, packed, rtol=0, atol=1e-4)
+
+
+def test_a_store_of_a_store_and_of_a_loaded_model(mixed: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    again = create(mixed, tmp_path / "again")
+    assert reader.Store(again).manifest.plan == reader.Store(mixed).manifest.plan
+    expected = load(mixed, dtype="bfloat16", progress=False)
+    assert same(load(again, dtype="bfloat16", progress=False).params, expected.params)
+    saved = save(expected, tmp_path / "saved", plan=MIXED, quality={"perplexity": 9.0})
+    assert same(load(saved, dtype="bfloat16", progress=False).params, expected.params)
+    assert reader.Store(saved).manifest.quality == {"perplexity": 9.0}
+
+
+def test_the_tokenizer_of_a_folder_comes_along(tmp_path: pathlib.Path) -> None:
+    folder = markov.save(tmp_path / "m", markov.chain(0, 1, markov.EOS))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    out = create(folder, tmp_path / "store")
+    expected, actual = tokenizer_from_folder(folder), load(out, progress=False).tokenizer
+    assert expected is not None and actual is not None
+    assert actual.backend.to_str() == expected.backend.to_str()
+    assert actual.chat_template == "{{ messages[0].content }}"
+    assert (actual.bos_token_id, actual.eos_token_ids) == (expected.bos_token_id, expected.eos_token_ids)
+    (out / "original" / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no original/tokenizer\.json; the store is incomplete"):
+        load(out, progress=False)
+
+
+def test_the_tokenizer_of_a_gguf_file_comes_along(tmp_path: pathlib.Path) -> None:
+    metadata = gguf_metadata("llama-bpe", **{"tokenizer.chat_template": "{{ messages[0].content }}"})
+    model = load(LLAMA, dtype="bfloat16", progress=False)
+    files = {"gguf.json": reader.gguf_metadata(metadata)}
+    with StoreWriter(tmp_path / "store", model.config, model.dtype, model="m", files=files) as store:
+        store.write_all(model_pieces(model))
+    expected, actual = tokenizer_from_gguf(metadata), reader.Store(store.path).tokenizer()
+    assert expected is not None and actual is not None
+    assert actual.backend.to_str() == expected.backend.to_str()
+    assert (actual.chat_template, actual.eos_token_ids) == (expected.chat_template, expected.eos_token_ids)
+
+
+# --- Other devices and other versions of the layouts
+
+
+@pytest.mark.parametrize("arrange", [to_mosaic, to_triton])
+def test_what_was_laid_out_for_another_kernel_is_repacked_with_a_notice(
+    arrange: Callable[[PackedInt4], PackedInt4], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(LLAMA, dtype="bfloat16", quantize="int4", progress=False)
+    foreign = jax.tree.map(
+        lambda leaf: arrange(jax.tree.map(np.asarray, leaf)) if isinstance(leaf, PackedInt4) else leaf,
+        model.params,
+        is_leaf=lambda leaf: isinstance(leaf, PackedInt4),
+    )
+    out = save(Model(model.config, foreign, None, model.dtype, model.name), tmp_path / "store")
+    with caplog.at_level(logging.WARNING, "jaxinfer"):
+        actual = load(out, dtype="bfloat16", progress=False)
+    assert same(actual.params, model.params)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "8 weights are repacked for this device each time it is loaded, from layout" in message
+    decoded = load(out, dtype="float32", packed=False, progress=False).params.layers[0].down
+    np.testing.assert_array_equal(decoded, dequantize(model.params.layers[0].down))
+
+
+def test_an_older_layout_is_repacked_by_what_undid_it(
+    mixed: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = load(mixed, dtype="bfloat16", progress=False)
+    monkeypatch.setitem(layouts.LAYOUT_VERSIONS, "canonical", 2)
+    with caplog.at_level(logging.WARNING, "jaxinfer"):
+        assert same(load(mixed, dtype="bfloat16", progress=False).params, expected.params)
+    assert "from layout canonical 1 to canonical 2" in caplog.text
+
+
+def test_a_layout_of_the_future_is_refused(copy: pathlib.Path) -> None:
+    text = (copy / MANIFEST).read_text()
+    (copy / MANIFEST).write_text(text.replace('"layout_version": 1', '"layout_version": 7'))
+    with pytest.raises(CheckpointError, match="version 7 of the canonical layout, which this version"):
+        load(copy, progress=False)
+
+
+# --- Written whole or not at all
+
+
+def test_what_is_there_is_not_overwritten(mixed: pathlib.Path) -> None:
+    with pytest.raises(FileExistsError, match="exists already; remove it, or write to another path"):
+        create(LLAMA, mixed)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of disk"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_nothing_and_says_so(
+    error: BaseException, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(LLAMA, dtype="bfloat16", progress=False)
+
+    def pieces() -> Iterator[Piece]:
+        yield "layer_00000", {"qkv": model.params.layers[0].qkv}
+        assert len(list(tmp_path.rglob("0.0"))) == 1  # it is on its way
+        raise error
+
+    with (
+        caplog.at_level(logging.WARNING, "jaxinfer"),
+        pytest.raises(type(error)),
+        StoreWriter(tmp_path / "store", model.config, model.dtype, model="m") as store,
+    ):
+        store.write_all(pieces())
+    assert not any(tmp_path.iterdir())
+    assert "not written; what was there of it has been removed" in caplog.text
+
+
+def test_a_write_that_lacks_a_layer_is_no_store(tmp_path: pathlib.Path) -> None:
+    model = load(LLAMA, dtype="bfloat16", progress=False)
+    with (
+        pytest.raises(CheckpointError, match="differ in layer_00000"),
+        StoreWriter(tmp_path / "store", model.config, model.dtype, model="m") as store,
+    ):
+        store.write("top", {"embed_tokens": model.params.embed_tokens})
+    assert not any(tmp_path.iterdir())
+
+
+KILLED = """
+import sys, time
+from jaxinfer.model import load
+from jaxinfer.store.writer import StoreWriter
+
+model = load(sys.argv[1], progress=False)
+with StoreWriter(sys.argv[2], model.config, model.dtype, model="m") as store:
+    store.write("layer_00000", {"qkv": model.params.layers[0].qkv})
+    print("written", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_write_is_told_of_and_cleared_away(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While the process lives nobody else touches what it writes; when it is gone the next write removes it."""
+    out = tmp_path / "store"
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(LLAMA), str(out)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "written\n"
+        create(LLAMA, out)
+        (unfinished,) = tmp_path.glob("store.unfinished-*")
+        shutil.rmtree(out)
+        process.send_signal(signal.SIGKILL)
+    with pytest.raises(FileNotFoundError, match=r"store: its write was interrupted or still runs \(store.unfinished-"):
+        load(out, progress=False)
+    with caplog.at_level(logging.WARNING, "jaxinfer"):
+        create(LLAMA, out)
+    assert "an earlier write was interrupted; removed what it had left" in caplog.text
+    assert not unfinished.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+# --- Damaged and hostile stores
+
+
+def edit(path: pathlib.Path, *keys: Any, value: Any) -> None:
+    """Changes one value of a JSON file."""
+    content = json.loads(path.read_text())
+    target = content
+    for key in keys[:-1]:
+        target = target[key]
+    target[keys[-1]] = value
+    path.write_text(json.dumps(content))
+
+
+QKV = ("weights", "layer_00001", "qkv", "parts", 0)
+HOSTILE = {
+    "format": (("format",), "zip", "is not that of a store"),
+    "version": (("version",), 99, "has version 99, this version of jaxinfer reads 1; update jaxinfer"),
+    "dtype": (("dtype",), "object", "dtype is 'object', not"),
+    "plan": (("plan",), [1], r"plan is \[1\], not dict"),
+    "config field": (("config", "hidden_size"), "32", r"config\.hidden_size is '32', not int"),
+    "config size": (("config", "num_heads"), -4, "config has an impossible num_heads"),
+    "config unknown": (("config", "auto_map"), "evil.py", "not an object with the fields of ModelConfig"),
+    "config float": (("config", "norm_eps"), float("nan"), r"config\.norm_eps is nan, not float"),
+    "huge float": (("config", "norm_eps"), 10**400, r"config\.norm_eps is 1000"),
+    "kv heads": (("config", "num_kv_heads"), 3, "config has an impossible num_kv_heads"),
+    "layers": (("config", "layers"), [], "config has an impossible layers"),
+    "wider": (("config", "intermediate_size"), 64, r"gate_up has .* the configuration asks for"),
+    "kind": ((*QKV, "kind"), "os.system", "which this version of jaxinfer does not know"),
+    "group": ((*QKV, "group_size"), 0, "codes have no shape or no group size"),
+    "other group": ((*QKV, "group_size"), 8, "the arrays of layout canonical do not fit"),
+    "layout": ((*QKV, "layout"), "cute", "there is no layout 'cute'"),
+    "codes": ((*QKV, "codes", "shape"), [48, 17], "the arrays of layout canonical do not fit"),
+    "negative": ((*QKV, "codes", "shape"), [-48, 16], "an array has no shape of a weight"),
+    "array dtype": ((*QKV, "scales", "dtype"), "complex64", "an array has no dtype of a weight"),
+    "array": (("weights", "layer_00000", "attn_norm"), [], "attn_norm is not an object|a weight is not an object"),
+    "norm": (("weights", "layer_00000", "attn_norm", "shape"), [16], r"has float32 \[16\], the configuration asks"),
+    "layer": (("weights", "layer_00002"), {}, "the configuration and the weights differ in layer_00002"),
+    "escape": (("files", "../../etc/passwd"), 1, "names the file '../../etc/passwd'"),
+    "absolute": (("files", "/etc/passwd"), 1, "names the file '/etc/passwd'"),
+    "lost file": (("files", "original/tokenizer.json"), 1, r"has no original/tokenizer\.json"),
+    "size": (("files", "original/config.json"), 1, "bytes, not the 1 that were written"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_manifest_is_refused_in_one_line(case: str, copy: pathlib.Path) -> None:
+    keys, value, message = HOSTILE[case]
+    edit(copy / MANIFEST, *keys, value=value)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(copy, progress=False)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"format": "jaxinfer-store", "version": 1}'])
+def test_a_manifest_that_is_none_is_refused(content: bytes, copy: pathlib.Path) -> None:
+    (copy / MANIFEST).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        load(copy, progress=False)
+    assert "\n" not in str(caught.value)
+
+
+ARRAY = pathlib.Path("weights") / "layer_00001" / "o.codes"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda a: os.truncate(a / "0.0", 100), r"0\.0 has 100 of 512 bytes; the store is damaged"),
+        (lambda a: (a / "0.0").unlink(), r"cannot be read: No such file"),
+        (lambda a: shutil.rmtree(a), r"cannot be read: No such file"),
+        (lambda a: (a / ".zarray").write_text("}"), r"\.zarray is not JSON"),
+        (lambda a: (a / ".zarray").write_text("[" * 3000), r"\.zarray is not JSON"),
+        (lambda a: (a / ".zarray").write_text("[]"), r"\.zarray: zarr_format is \[\], expected 2"),
+        (lambda a: edit(a / ".zarray", "shape", value=[1, 1]), r"shape is \[1, 1\], expected \[32, 16\]"),
+        (lambda a: edit(a / ".zarray", "compressor", value={"id": "zlib"}), "compressor is {'id': 'zlib'}"),
+        (lambda a: edit(a / ".zarray", "filters", value=[{"id": "pickle"}]), r"filters is \[{'id': 'pickle'}\]"),
+        (lambda a: edit(a / ".zarray", "dtype", value="|O"), r"dtype is '\|O', expected \|u1"),
+        (lambda a: ((a / "0.0").unlink(), os.mkfifo(a / "0.0")), "is not a regular file"),
+    ],
+)
+def test_damaged_arrays_are_refused_in_one_line(
+    damage: Callable[[pathlib.Path], object], message: str, copy: pathlib.Path
+) -> None:
+    damage(copy / ARRAY)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(copy, progress=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_order_of_inputs_that_leads_outside_is_refused(tmp_path: pathlib.Path) -> None:
+    """The device gathers x by it without looking."""
+    case = quantized_checkpoints.make("gptq act-order", tmp_path)
+    out = create(case.quantized, tmp_path / "store")
+    chunk = out / "weights" / "layer_00000" / "o.permutation" / "0"
+    order = np.fromfile(chunk, np.int32)
+    order[3] = 1 << 30
+    order.tofile(chunk)
+    with pytest.raises(CheckpointError, match="the order of the inputs is none"):
+        load(out, progress=False)
+
+
+def test_inspect_lists_what_is_packed(mixed: pathlib.Path) -> None:
+    found = inspect(mixed, progress=False)
+    assert found.mismatch is not None and not found.mismatch
+    assert found.tensors["layers.1.q_proj.weight"].dtype == "int4, groups of 16"
+    assert found.tensors["layers.1.v_proj.weight"].dtype == "int8 codes"
+    assert found.tensors["layers.0.gate_proj.weight"].dtype == "bfloat16"
+    # 32 outputs of 32 codes of 4 bits, 2 groups each of a float16 scale and a byte for the zero.
+    assert found.tensors["layers.1.q_proj.weight"].nbytes == 32 * (16 + 2 * 3)
+
+
+def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: pathlib.Path) -> None:
+    model = load(LLAMA, dtype="float32", progress=False)
+    params = jax.tree.map(lambda leaf: leaf, model.params)
+    params = params.replace(embed_tokens=params.embed_tokens.at[0, 0].set(jnp.float32(1e6)))
+    out = save(Model(model.config, params, None, model.dtype, model.name), tmp_path / "store")
+    with pytest.raises(CheckpointError, match="embed_tokens has values beyond float16's 65504"):
+        load(out, dtype="float16", progress=False)
