@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from jaxinfer.speculative.report import SpeculationReport as SpeculationReport
     from jaxinfer.speculative.self_draft import SelfDraft as SelfDraft
     from jaxinfer.speculative.speculation import Speculation as Speculation
+    from jaxinfer.tiers import TieredKV as TieredKV
     from jaxinfer.tokenization import Tokenizer as Tokenizer
 
 _MODULES = {
@@ -65,6 +66,7 @@ _MODULES = {
     "SelfDraft": "jaxinfer.speculative.self_draft",
     "Speculation": "jaxinfer.speculative.speculation",
     "SpeculationReport": "jaxinfer.speculative.report",
+    "TieredKV": "jaxinfer.tiers",
     "Tokenizer": "jaxinfer.tokenization",
     "expected_acceptance": "jaxinfer.speculative.compatibility",
     "generate": "jaxinfer.generation",

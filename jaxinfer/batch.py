@@ -16,6 +16,7 @@ from jaxinfer.outputs import Delta
 from jaxinfer.request import Request
 from jaxinfer.sampling_logprobs import Logprob, TokenLogprobs, logprob_tables
 from jaxinfer.sampling_state import SamplerVariant, build_sampling_state
+from jaxinfer.tiers import KVCache, PageTable, TierTables
 from pallas_kernels.paged_attention import reads_lengths
 
 PAGE_SIZE = 16
@@ -101,16 +102,20 @@ class Batch:
         """Allocates the cache; every row has room for `spare_tokens` behind its last."""
         self.model, self.requests, self.limits = model, list(requests), limits
         self.size = bucket(len(requests))
-        width = pages_for(max(cache_tokens(request) for request in requests)) + -(-spare_tokens // PAGE_SIZE)
-        self.cache = kv_cache.create(model.config, 1 + self.size * width, PAGE_SIZE, model.cache_dtype)
-        self.page_table = np.zeros((self.size, width), np.int32)
-        for row in range(len(requests)):
-            self.page_table[row] = 1 + row * width + np.arange(width)
-        self._device_tables: dict[int, jax.Array] = {}
         padding = self.size - len(requests)
         self.lengths = np.array([len(request.prompt) for request in requests] + [0] * padding, np.int32)
         self.max_tokens = np.array([request.max_tokens for request in requests] + [0] * padding, np.int32)
         self.context_lengths = self.lengths + np.maximum(self.max_tokens - 1, 0)
+        self.cache: KVCache = self._allocate(max(cache_tokens(request) for request in requests), spare_tokens)
+
+    def _allocate(self, longest: int, spare_tokens: int) -> KVCache:
+        """A cache for rows of up to `longest` tokens, and the table that says which pages of it are whose."""
+        width = pages_for(longest) + -(-spare_tokens // PAGE_SIZE)
+        self.page_table = np.zeros((self.size, width), np.int32)
+        for row in range(len(self.requests)):
+            self.page_table[row] = 1 + row * width + np.arange(width)
+        self._device_tables: dict[int, jax.Array] = {}
+        return kv_cache.create(self.model.config, 1 + self.size * width, PAGE_SIZE, self.model.cache_dtype)
 
     def _initial_state(self) -> tuple[DecodeState, SamplerVariant]:
         """The state of all rows before their first token."""
@@ -146,7 +151,8 @@ class Batch:
 
     def run(self) -> Iterator[Delta]:
         """Generates everything, yielding news of each request as soon as the host has it."""
-        shapes = (self.model.config, self.model.dtype, self.size, self.page_table.shape)
+        pools = tuple((pool.shape, pool.dtype) for pool in jax.tree.leaves(self.cache))
+        shapes = (self.model.config, self.model.dtype, self.size, pools)
         if shapes in _COMPILED:
             logits = self._prefill()
             # Built while the device is busy with the prompts.
@@ -155,7 +161,8 @@ class Batch:
             state, self.variant = self._initial_state()
             # Prefill and decode compile side by side.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                compiled = pool.submit(self._compile_decode, state)
+                table = self._decode_table(self._reach(self.requests, 1))
+                compiled = pool.submit(self._compile_decode, state, table)
                 logits = self._prefill()
                 compiled.result()
             _COMPILED.add(shapes)
@@ -170,7 +177,7 @@ class Batch:
                 dispatched += self.limits.decode_chunk
             yield from self._read(waiting.popleft())
 
-    def _compile_decode(self, state: DecodeState) -> None:
+    def _compile_decode(self, state: DecodeState, page_table: PageTable) -> None:
         """Compiles the program of the first decode chunk."""
         if max(request.max_tokens for request in self.requests) == 1:
             return
@@ -179,7 +186,7 @@ class Batch:
             self.cache,
             state,
             state.done,
-            self._decode_table(self._reach(self.requests, 1)),
+            page_table,
             config=self.model.config,
             variant=self.variant,
             num_steps=self.limits.decode_chunk,
@@ -190,12 +197,17 @@ class Batch:
         following = dispatched + self.limits.decode_chunk
         return max(len(request.prompt) + min(following, request.max_tokens) - 1 for request in running)
 
-    def _decode_table(self, num_tokens: int) -> jax.Array:
+    def _decode_table(self, num_tokens: int) -> PageTable:
         """The page table for decoding: whole where a kernel reads no more than a row has, else as wide as needed."""
         whole = self.page_table.shape[1] * PAGE_SIZE
         model = self.model
         wide = reads_lengths(model.dtype, model.cache_dtype.name, model.config.head_dim, PAGE_SIZE)
         return self._table(whole if wide else num_tokens)
+
+    def _prefill_table(self, rows: np.ndarray, start: int, chunk: int) -> np.ndarray | TierTables:
+        """The page table for prefilling a chunk of `rows` (-1: padding) from token `start` on."""
+        width = self._table(start + chunk).shape[1]
+        return np.where(rows[:, None] >= 0, self.page_table[rows, :width], kv_cache.SCRATCH_PAGE)
 
     def _table(self, num_tokens: int) -> jax.Array:
         """The page table, as wide as rows of up to `num_tokens` tokens need."""
@@ -260,8 +272,7 @@ class Batch:
         for place, row in enumerate(group.rows):
             piece = self.requests[row].prompt[start : start + chunk + 1]
             tokens[place, : len(piece)] = piece
-        width = self._table(start + chunk).shape[1]
-        page_table = np.where(rows[:, None] >= 0, self.page_table[rows, :width], kv_cache.SCRATCH_PAGE)
+        page_table = self._prefill_table(rows, start, chunk)
         context_lengths = np.where(rows >= 0, self.context_lengths[rows], 0).astype(np.int32)
         starts = np.where(lengths > 0, start, 0).astype(np.int32)
         *arguments, context_lengths = jax.device_put((tokens[:, :chunk], lengths, starts, page_table, context_lengths))

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 from tqdm.auto import tqdm
 
-from jaxinfer import kv_cache, steps
+from jaxinfer import kv_cache, steps, tiered_batch
 from jaxinfer.batch import PAGE_SIZE, Batch, Limits, bucket, cache_tokens, pool_pages
 from jaxinfer.memory import free_device_bytes, free_host_bytes
 from jaxinfer.model import Model
@@ -18,6 +18,8 @@ from jaxinfer.sampling_state import request_seed
 from jaxinfer.speculative.batch import SpeculativeBatch
 from jaxinfer.speculative.proposer import Draft
 from jaxinfer.speculative.speculation import Speculation, as_speculation
+from jaxinfer.tiered_batch import TieredBatch
+from jaxinfer.tiers import TieredKV
 
 
 def generate(
@@ -125,15 +127,20 @@ def _groups(
     if not isinstance(max_batch_size, int) or max_batch_size < 1:
         raise ValueError(f"max_batch_size={max_batch_size!r}; expected an integer of at least 1")
     budget = _free_bytes()
-    page_bytes = kv_cache.bytes_per_token(model.config, model.cache_dtype) * PAGE_SIZE
-    spare_tokens = 0
     if speculation is not None:
         speculation.draft.check(model, max((cache_tokens(request) for request in requests), default=0))
-        page_bytes += speculation.draft.bytes_per_token * PAGE_SIZE
-        spare_tokens = speculation.draft.k
+        if isinstance(model.kv_dtype, TieredKV):
+            raise ValueError("speculative decoding does not work with a tiered cache: load with kv_dtype='int8', say")
 
     def cost(num_rows: int, longest: int) -> int:
-        return pool_pages(num_rows, longest, spare_tokens) * page_bytes
+        if isinstance(model.kv_dtype, TieredKV):
+            return tiered_batch.num_bytes(model, model.kv_dtype, num_rows, longest, Limits.default())
+        page_bytes = kv_cache.bytes_per_token(model.config, model.cache_dtype)
+        spare_tokens = 0
+        if speculation is not None:
+            page_bytes += speculation.draft.bytes_per_token
+            spare_tokens = speculation.draft.k
+        return pool_pages(num_rows, longest, spare_tokens) * page_bytes * PAGE_SIZE
 
     groups: list[list[Request]] = []
     longest = 0  # of the last group
@@ -161,7 +168,8 @@ def _run(
     """Runs batch after batch. No name holds a batch: its cache is gone before the next one's is allocated."""
     for group in groups:
         if speculation is None:
-            yield from Batch(model, group, Limits.default()).run()
+            batch = TieredBatch if isinstance(model.kv_dtype, TieredKV) else Batch
+            yield from batch(model, group, Limits.default()).run()
         else:
             yield from SpeculativeBatch(model, group, Limits.default(), speculation).run()
 
