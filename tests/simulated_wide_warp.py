@@ -269,14 +269,14 @@ class SimulatedWideWarp(SimulatedInt4Warp):
 
 
 def simulate(x: np.ndarray, weight: Packed, schedule: WideSchedule, out_dtype: str = "float32") -> np.ndarray:
-    """What the kernel returns for x [rows, in_features] (bfloat16): [rows, out_features]."""
+    """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
-    out = np.full(plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
+    out = np.full(schedule.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
     image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
     arguments = _arguments(weight, image, out, out_dtype)
     for cluster in range(plan.clusters):
         _run_cluster(plan, arguments, cluster)
-    return out.reshape(plan.rows, plan.out_features)
+    return out.reshape(schedule.slices, plan.rows, plan.out_features)
 
 
 def simulate_dequantize(weight: Packed) -> np.ndarray:

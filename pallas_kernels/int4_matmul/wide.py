@@ -17,6 +17,7 @@ docs/kernels.md has the layout, the reasons and the measurements.
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -42,17 +43,17 @@ REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 class Part:
     """The part of the product that a block works on: some features of some tokens over some of the stages."""
 
-    def __init__(self, w: Any, plan: WidePlan, index: Any, rank: Any):
+    def __init__(self, plan: WidePlan, index: Any, rank: Any):
         """The blocks of a cluster have neighbouring features, or slices of the inputs of the same."""
-        slices = plan.schedule.slices
-        self.token_tile, features = index % plan.token_tiles, index // plan.token_tiles
-        if slices > 1:
-            self.first_strip = features * plan.block_strips
-            self.first_step = rank * plan.steps // slices
-            self.count = (rank + 1) * plan.steps // slices - self.first_step
+        schedule = plan.schedule
+        self.token_tile, rest = index % plan.token_tiles, index // plan.token_tiles
+        self.slice, features = rest % schedule.slices, rest // schedule.slices
+        if schedule.added > 1:
+            first, self.first_strip = self.slice * schedule.added + rank, features * plan.block_strips
         else:
-            self.first_strip = (features * plan.schedule.cluster + rank) * plan.block_strips
-            self.first_step, self.count = w.integer(0), w.integer(plan.steps)
+            first, self.first_strip = self.slice, (features * schedule.cluster + rank) * plan.block_strips
+        self.first_step = first * plan.steps // plan.all_slices
+        self.count = (first + 1) * plan.steps // plan.all_slices - self.first_step
 
 
 def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> None:
@@ -71,13 +72,13 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
     parts = (plan.parts + (plan.clusters - 1) - cluster) // plan.clusters
 
     def part(i: Any) -> Part:
-        return Part(w, plan, cluster + i * plan.clusters, rank)
+        return Part(plan, cluster + i * plan.clusters, rank)
 
     def produce() -> None:
         if schedule.warpgroups in REGISTERS:
             w.set_registers(REGISTERS[schedule.warpgroups][0], more=False)
         start = (w.integer(0), w.integer(1))  # the first time round, every slot is empty
-        if schedule.slices > 1:
+        if schedule.added > 1:
             fetch(w, plan, a, part(w.integer(0)), rank, start)
             w.cluster_barrier()
             w.cluster_barrier()
@@ -89,9 +90,9 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
             w.set_registers(REGISTERS[schedule.warpgroups][1], more=True)
         book = None if a.weights.book is None else Book(w, a.weights.book)
         start = (w.integer(0), w.integer(0))
-        if schedule.slices > 1:
+        if schedule.added > 1:
             only = part(w.integer(0))
-            add_slices(w, plan, a, only, rank, multiply_part(w, plan, a, only, book, start)[1])
+            add_in_cluster(w, plan, a, only, rank, multiply_part(w, plan, a, only, book, start)[1])
         else:
             w.loop(parts, start, functools.partial(one_slice, book))
 
@@ -249,13 +250,13 @@ def multiply_part(
     return (slot, parity), [(strip + 4 * u, flat[sums * u : sums * (u + 1)]) for u in tiles]
 
 
-def add_slices(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, tiles: list[tuple[Any, Any]]) -> None:
+def add_in_cluster(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, tiles: list[tuple[Any, Any]]) -> None:
     """Adds what the blocks of the cluster have, slice by slice, and writes it.
 
     A unit is what a warp has of 8 tokens: 4 sums a lane. Each goes to the block that adds it, into the shared memory
     where the stages were, [unit of the block, slice, lane, 16 bytes].
     """
-    slices, token_blocks = plan.schedule.slices, plan.schedule.tokens // 8
+    slices, token_blocks = plan.schedule.added, plan.schedule.tokens // 8
     place = rank * UNIT_BYTES + w.lane * 16
     w.cluster_barrier()  # nobody reads stages any more
     for strip, sums in tiles:
@@ -284,7 +285,7 @@ def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: An
     tokens = plan.schedule.tokens
     feature = (part.first_strip + strip) * STRIP + w.lane // 4
     token = part.token_tile * tokens + w.lane % 4 * 2 + first_token
-    offset = token * plan.out_features + feature
+    offset = (part.slice * plan.rows + token) * plan.out_features + feature
     for i, value in enumerate(sums):
         next_token, next_feature = 8 * (i // 4) + i % 2, 8 * (i // 2 % 2)
         inside = feature + next_feature < plan.out_features
@@ -322,7 +323,15 @@ def store_lines(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, su
 @functools.partial(jax.jit, static_argnames=("schedule", "out_dtype"))
 def int4_matmul(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
     """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features]."""
+    partial = partial_sums(x, weight, schedule=schedule, out_dtype=out_dtype)
+    # Written as a chain of additions, XLA makes it part of the next elementwise operation.
+    return functools.reduce(operator.add, list(partial)).astype(out_dtype)
+
+
+def partial_sums(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
+    """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
+    dtype = jnp.dtype(jnp.float32) if schedule.slices > 1 else jnp.dtype(out_dtype)
     arrays = [*arrays_of(weight), arrange(x, plan)]
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -336,7 +345,7 @@ def int4_matmul(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dty
                 weights=Weights.of(weight, inputs),
                 x=image,
                 out=out,
-                out_dtype=str(jnp.dtype(out_dtype)),
+                out_dtype=str(dtype),
             )
             w = WideWarp(shared)
             multiply(w, plan, arguments, w.scalar(cluster), w.scalar(rank))
@@ -346,7 +355,7 @@ def int4_matmul(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dty
     clusters = {"cluster": (plan.cluster_blocks,), "cluster_names": ("rank",)} if plan.cluster_blocks > 1 else {}
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((plan.rows, plan.out_features), out_dtype),
+        out_type=jax.ShapeDtypeStruct((schedule.slices, plan.rows, plan.out_features), dtype),
         grid=(plan.clusters,),
         grid_names=("cluster",),
         num_threads=schedule.warpgroups + PRODUCERS // 128,

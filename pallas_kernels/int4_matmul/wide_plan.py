@@ -27,14 +27,16 @@ class WideSchedule:
     and x come `stages` x 128 inputs ahead. `cluster` (1, 2 or 4) blocks with neighbouring features read x once for all.
     At most `blocks` blocks are launched: they should all be resident.
 
-    Where there are too few parts for that, `slices` blocks (at most 8) take a slice each of a part's inputs. They are
-    a cluster, in which they add their sums; each has one part, and `cluster` is 1.
+    Where there are too few parts for that, a part is over one of `slices` x `added` slices of the inputs: `added`
+    neighbouring ones are those of a cluster, in which their sums are added (then each block has one part, and
+    `cluster` is 1); XLA adds the rest.
     """
 
     tokens: int = 64
     warpgroups: int = 2
     tiles: int = 1
     slices: int = 1
+    added: int = 1
     cluster: int = 1
     stages: int = 4
     blocks: int = 132
@@ -103,15 +105,19 @@ class WidePlan:
     @property
     def parts(self) -> int:
         """Parts of the whole product that the clusters share."""
-        return self.feature_parts * self.token_tiles
+        return self.feature_parts * self.schedule.slices * self.token_tiles
 
     @property
     def cluster_blocks(self) -> int:
-        return self.schedule.cluster * self.schedule.slices
+        return self.schedule.cluster * self.schedule.added
+
+    @property
+    def all_slices(self) -> int:
+        return self.schedule.slices * self.schedule.added
 
     @property
     def clusters(self) -> int:
-        if self.schedule.slices > 1:
+        if self.schedule.added > 1:
             return self.parts
         return max(1, min(self.parts, self.schedule.blocks // self.schedule.cluster))
 
@@ -136,7 +142,7 @@ class WidePlan:
     @property
     def by_lines(self) -> bool:
         """Whether results of 16 bits are written as whole lines, through shared memory, and not by each thread."""
-        return self.rows > LINES and self.schedule.slices == 1 and self.out_features % 8 == 0
+        return self.rows > LINES and self.all_slices == 1 and self.out_features % 8 == 0
 
     # Shared memory, in bytes: the stages, two barriers for each, and the warpgroups' lines. A stage is x [16 pieces of
     # 8 inputs, token, 16 bytes], the words [strip, tile, bytes], and the scales and offsets [strip, segment, 16].
@@ -169,8 +175,8 @@ class WidePlan:
     @property
     def full_barriers(self) -> int:
         """Behind the stages, and what they make room for: the sums of slices."""
-        slices = self.schedule.slices
-        sums = -(-self.units // slices) * slices * UNIT_BYTES if slices > 1 else 0
+        added = self.schedule.added
+        sums = -(-self.units // added) * added * UNIT_BYTES if added > 1 else 0
         return max(self.schedule.stages * self.stage_bytes, sums)
 
     @property

@@ -12,30 +12,47 @@ BLOCK_SHARED_BYTES = 227 * 1024 - 1024
 """What a block may have of shared memory, less what the compiler takes."""
 WIDE_ROWS = 17
 """From how many rows on this kernel is faster than the one that keeps x in registers."""
-DEQUANTIZED_ROWS = 2048
-"""From how many rows on cuBLAS multiplies, after a pass that unpacks the weight. Both should take less than 15 % more
-than cuBLAS alone; this kernel has not been timed with more than 64 rows."""
+DEQUANTIZED_ROWS = 4096
+"""From how many rows on cuBLAS multiplies, after a pass that unpacks the weight: it adds 7 % to 4096 rows, 13 % to
+2048."""
 CLUSTERS = (1, 2, 4)
-MOST_SLICES = 8
-"""Blocks that a cluster may have everywhere."""
-SHAPES = ((2, 1, 64), (2, 1, 128), (2, 2, 64), (2, 2, 128), (4, 1, 64))
+RESIDENT = {1: 132, 2: 132, 3: 120, 4: 112}
+"""Blocks that 132 multiprocessors run at once, by the blocks of a cluster: groups of multiprocessors are no multiples
+of four. Clusters of 5, 7 and 8 blocks took two rounds at 120, 112 and 128 blocks, those of 4 at 128."""
+SHAPES = ((2, 1, 64), (2, 1, 128), (2, 2, 64), (2, 2, 128))
 """Multiplying warpgroups, tiles of each, and most tokens for which there are registers."""
+MEASURED = {
+    (64, 4096, 14336): WideSchedule(64, cluster=2),
+    (64, 14336, 4096): WideSchedule(64, tiles=2, slices=8, cluster=2),
+    (64, 4096, 4096): WideSchedule(64, slices=3, cluster=4, blocks=112),
+    (64, 4096, 6144): WideSchedule(64, slices=2, cluster=4, blocks=112),
+}
+"""By rows, in_features and out_features: the fastest schedule, with the addition of its slices, of those tried on an
+H200 (docs/kernels.md); it gets as many stages as there is room for."""
 
-# A model of the card, fitted to the times of these and others, in clocks of 1.75 GHz. What a multiprocessor receives
-# comes one after the other: so many bytes a clock from memory, more from L2.
+# A model of the card, fitted to the times of these and others, in clocks of 1.75 GHz.
 CLOCK = 1.75e9
-FROM_MEMORY, FROM_L2 = 16.0, 56.0
-ALL_FROM_L2 = 5.0e12 / CLOCK
+WEIGHTS = 11.5
+"""Bytes of weights and scales that a multiprocessor takes in a clock, wherever they come from."""
+ALL_FROM_L2 = 5.5e12 / CLOCK
 """Bytes a clock that L2 gives to all multiprocessors."""
 START, PART = 4800.0, 700.0
 """Clocks of a launch with its first copies, and from one part to the next."""
 EXCHANGE, EXCHANGED = 1500.0, 32.0
 """Clocks in which a cluster meets twice to add its slices, and the bytes that a block gets of the others in one."""
+REDUCTION, REDUCED = 1.0e-6, 3.5e12
+"""Seconds of a kernel that adds slices, and the bytes that it reads in one."""
 
 
 def wide_schedule(rows: int, weight: Packed, device_kind: str = "NVIDIA H200") -> WideSchedule:
     """The schedule for `rows` rows times a weight of the mosaic layout."""
     multiprocessors = MULTIPROCESSORS.get(device_kind, 132)
+    out_features, in_features = weight.shape
+    measured = MEASURED.get((rows, in_features, out_features))
+    if measured is not None and multiprocessors == 132:
+        plan = _fitted(WidePlan.of(rows, weight, WideSchedule()), measured)
+        if plan is not None:
+            return plan.schedule
     return schedules(rows, weight, multiprocessors)[0]
 
 
@@ -50,27 +67,30 @@ def _sorted(plan: WidePlan, multiprocessors: int) -> list[WideSchedule]:
     return list(dict.fromkeys(p.schedule for p in sorted(plans, key=predicted_seconds)))
 
 
-def resident(cluster_blocks: int, multiprocessors: int) -> int:
-    """Blocks that run at once: not every group of multiprocessors is a multiple of four."""
-    if cluster_blocks <= 2:
-        return multiprocessors // cluster_blocks * cluster_blocks
-    return multiprocessors * 28 // 33 // cluster_blocks * cluster_blocks
-
-
 def _candidates(plan: WidePlan, multiprocessors: int) -> list[WidePlan | None]:
-    together = [(s, 1) for s in range(2, min(MOST_SLICES, plan.steps) + 1)] + [(1, c) for c in CLUSTERS]
+    slices = [s for s in (1, 2, 3, 4, 6, 8, 12, 16) if s <= plan.steps]
+    together = [(1, c) for c in CLUSTERS] + [(added, 1) for added in (2, 3, 4)]
     return [
-        _fitted(
-            plan, WideSchedule(_even(plan.rows, most), warpgroups, tiles, s, c, blocks=resident(s * c, multiprocessors))
-        )
-        for (warpgroups, tiles, most), (s, c) in itertools.product(SHAPES, together)
+        _fitted(plan, WideSchedule(tokens, warpgroups, tiles, s, added, c, blocks=resident(added * c, multiprocessors)))
+        for (warpgroups, tiles, most), s, (added, c) in itertools.product(SHAPES, slices, together)
+        for tokens in _even(plan.rows, most)
+        if s * added <= plan.steps
     ]
 
 
-def _even(rows: int, most: int) -> int:
-    """Tokens of a tile if as many tiles as it takes are of one size, a multiple of 8."""
-    tiles = -(-rows // most)
-    return 8 * -(-rows // (8 * tiles))
+def resident(cluster_blocks: int, multiprocessors: int) -> int:
+    """Blocks that run at once."""
+    return RESIDENT[cluster_blocks] * multiprocessors // 132 // cluster_blocks * cluster_blocks
+
+
+def _even(rows: int, most: int) -> list[int]:
+    """Tokens of a tile, multiples of 8, with which a few more or less tiles are of one size.
+
+    The more choices, the better parts fill the card: 11 tiles of 96 tokens for 1024 rows take 3 rounds where 8 of 128
+    take 4.
+    """
+    fewest = -(-rows // most)
+    return sorted({8 * -(-rows // (8 * tiles)) for tiles in range(fewest, fewest + fewest // 2 + 1)})
 
 
 def _fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
@@ -79,7 +99,7 @@ def _fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
     None, too, if a cluster that adds its slices would have more than one part.
     """
     fitted = dataclasses.replace(plan, schedule=schedule)
-    if schedule.slices > 1 and fitted.parts * schedule.slices > schedule.blocks:
+    if schedule.added > 1 and fitted.parts * schedule.added > schedule.blocks:
         return None
     rest = schedule.warpgroups * fitted.lines_bytes
     stages = min(10, (BLOCK_SHARED_BYTES - rest) // (fitted.stage_bytes + 16))
@@ -89,19 +109,21 @@ def _fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
 
 
 def predicted_seconds(plan: WidePlan) -> float:
-    """What the kernel should take."""
+    """What the kernel and the addition of its slices should take."""
     schedule = plan.schedule
     active = plan.clusters * plan.cluster_blocks
     weights = plan.stage_bytes - plan.x_bytes
-    new = 1 / plan.token_tiles  # the share of the weights that no other block has brought into L2
     costs = (
         schedule.warpgroups * schedule.tiles * 8 * max(schedule.tokens / 2, 16.0),  # tensor cores
-        plan.x_bytes / FROM_L2 + weights * (new / FROM_MEMORY + (1 - new) / FROM_L2),
+        weights / WEIGHTS,
         (plan.x_bytes / schedule.cluster + weights) * active / ALL_FROM_L2,
     )
     stage = 0.9 * max(costs) + 0.1 * sum(costs)  # they get in each other's way
-    rounds, steps = -(-plan.parts // plan.clusters), -(-plan.steps // schedule.slices)
+    rounds, steps = -(-plan.parts // plan.clusters), -(-plan.steps // plan.all_slices)
     clocks = START + rounds * (steps * stage + PART)
-    if schedule.slices > 1:
+    if schedule.added > 1:
         clocks += EXCHANGE + plan.units * UNIT_BYTES / EXCHANGED
-    return clocks / CLOCK
+    seconds = clocks / CLOCK
+    if schedule.slices > 1:
+        seconds += REDUCTION + 4 * schedule.slices * plan.rows * plan.out_features / REDUCED
+    return seconds
