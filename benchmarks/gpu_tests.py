@@ -19,6 +19,7 @@ FILES = (
     "test_int4_triton.py",
     "test_paged_attention_triton.py",
     "test_chunk_attention.py",
+    "test_paged_prefill.py",
     "test_memory.py",
 )
 

@@ -4,7 +4,6 @@ As in `simulated_wide_warp.py`, products read shared memory and copies write it 
 that are still under way are NaN.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,35 +25,7 @@ class Matrix(NamedTuple):
     swizzle: int
 
 
-class Turns:
-    """Named barriers: how many have come to each, and how often it has opened."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.come: dict[int, list[int]] = {}
-
-    def arrive(self, turn: int, threads: int) -> int:
-        """Returns how often it must have opened before somebody who came now may go on."""
-        with self.changed:
-            state = self.come.setdefault(turn, [0, 0])
-            until = state[1] + 1
-            state[0] += 32
-            if state[0] == threads:
-                state[:] = [0, until]
-                self.changed.notify_all()
-            return until
-
-    def wait(self, turn: int, threads: int) -> None:
-        until = self.arrive(turn, threads)
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.come[turn][1] >= until, timeout=60), "waits for ever"
-
-
 class SimulatedPrefillWarp(SimulatedWideWarp):
-    def __init__(self, warp: SimulatedWarp, barriers: Barriers, turns: Turns):
-        super().__init__(warp, barriers)
-        self.turns = turns
-
     @staticmethod
     def maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.fmax(a, b)
@@ -75,11 +46,8 @@ class SimulatedPrefillWarp(SimulatedWideWarp):
     def choose(self, condition: np.ndarray, carry: Sequence[Any], body: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         return body() if uniform(condition) else carry
 
-    def turn_wait(self, turn: np.ndarray, threads: int) -> None:
-        self.turns.wait(uniform(turn), threads)
-
-    def turn_pass(self, turn: np.ndarray, threads: int) -> None:
-        self.turns.arrive(uniform(turn), threads)
+    def any_lane(self, condition: np.ndarray) -> np.ndarray:
+        return np.full(32, condition.any())
 
     def load_integer(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> np.ndarray:
         return self._load(ref, offset, 1, np.broadcast_to(predicate, 32))[0].view(np.int32)
@@ -127,6 +95,9 @@ class SimulatedPrefillWarp(SimulatedWideWarp):
         place ^= (place // 128 % (matrix.swizzle // 16)) * 16
         return self.bytes.view(BF16)[place // 2].astype(np.float32)
 
+    def hold_back(self, value: np.ndarray, address: np.ndarray) -> None:
+        assert not (value < 0).any()
+
     def product(
         self, acc: Sequence[np.ndarray] | None, a: Any, b: Matrix, columns: int, *, transposed: bool
     ) -> list[np.ndarray]:
@@ -173,10 +144,10 @@ def simulate(
     flat = [np.ascontiguousarray(x).reshape(-1) for x in (q, k_pages, v_pages, page_table, starts, lengths)]
     arguments = Arguments(*flat, sinks=sinks, out=out, lse=lse)
     for block in range(plan.launched):
-        barriers, turns = Barriers(), Turns()
+        barriers = Barriers()
 
-        def program(warp: SimulatedWarp, _: int, block: int = block, b: Barriers = barriers, t: Turns = turns) -> None:
-            w = SimulatedPrefillWarp(warp, b, t)
+        def program(warp: SimulatedWarp, _: int, block: int = block, barriers: Barriers = barriers) -> None:
+            w = SimulatedPrefillWarp(warp, barriers)
             mosaic.prefill(w, plan, arguments, w.integer(block))
 
         run_cluster(1, CONSUMER_WARPS + PRODUCERS // 32, plan.shared_bytes, program)

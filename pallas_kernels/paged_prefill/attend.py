@@ -10,17 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.paged_prefill.parts import Arguments, Part, after
-from pallas_kernels.paged_prefill.plan import CONSUMER_WARPS, PrefillPlan
+from pallas_kernels.paged_prefill.plan import PrefillPlan
 
 LOG2_E = math.log2(math.e)
 FAR = 1e30
 """Minus the maximum of nothing: finite, so that a row with no visible key yet never computes inf - inf."""
+SLACK = 8.0
+"""Powers of two."""
 
 
 class Attend:
     """One warp's work on one part.
 
-    The state of its two rows is (minus the maximum logit, sum of weights, weighted values). Logits count powers of two.
+    The state of its two rows is (minus the reference logit, sum of weights, weighted values). Logits count powers of
+    two.
     """
 
     def __init__(self, w: Any, plan: PrefillPlan, part: Part):
@@ -30,21 +33,38 @@ class Attend:
         first = part.first_row + w.warp * 16 + w.lane // 4
         self.rows = [first, first + 8]
         self.positions = [part.start + row // plan.group for row in self.rows]
-        stride = 8 * plan.swizzle
-        self.queries = w.matrix(self.warpgroup * plan.query_bytes, 16, stride, plan.swizzle)
+        self.queries: list[Any] = []
         # With a soft-cap, logits are brought to powers of two before the maximum is taken.
         self.factor = 1.0 if plan.softcap is not None else plan.scale * LOG2_E
+
+    def take_queries(self) -> None:
+        """The left operands of Q K^T, one for each 16 elements: words of this lane, or descriptors."""
+        w, plan = self.w, self.plan
+        start = self.warpgroup * plan.query_bytes
+        steps = [(slab, step) for slab in range(plan.slabs) for step in range(0, plan.swizzle, 32)]
+        if not plan.queries_in_registers:
+            matrix = w.matrix(start, 16, 8 * plan.swizzle, plan.swizzle)
+            self.queries = [w.ahead(matrix, slab * 64 * plan.swizzle + step) for slab, step in steps]
+            return
+        line = (w.warp % 4 * 16 + w.lane // 4) * plan.swizzle
+        swizzled = line // 128 % (plan.swizzle // 16)
+        for slab, step in steps:
+            words = []
+            for half in range(2):  # the first and the last 8 elements, of rows g and g + 8
+                address = start + line + w.either(swizzled, w.integer(step // 16 + half)) * 16 + self.quad * 4
+                words += [w.shared_word(address, (slab * 64 + 8 * i) * plan.swizzle) for i in range(2)]
+            self.queries.append(w.wgmma_fence(words))
+        self.release("queries_empty", w.integer(0))
 
     def scores(self, slot: Any) -> Any:
         """Starts Q K^T of a tile."""
         w, plan = self.w, self.plan
         keys = w.matrix(slot * plan.tile_bytes + plan.keys_start, 16, 8 * plan.swizzle, plan.swizzle)
         sums = None
-        for slab in range(plan.slabs):
-            for step in range(0, plan.swizzle, 32):
-                left = w.ahead(self.queries, slab * 64 * plan.swizzle + step)
-                right = w.ahead(keys, slab * plan.keys * plan.swizzle + step)
-                sums = w.product(sums, left, right, plan.keys, transposed=False)
+        for index, queries in enumerate(self.queries):
+            slab, step = divmod(32 * index, plan.swizzle)
+            right = w.ahead(keys, slab * plan.keys * plan.swizzle + step)
+            sums = w.product(sums, queries, right, plan.keys, transposed=False)
         w.wgmma_commit()
         return sums
 
@@ -94,7 +114,11 @@ class Attend:
         return w.choose(needed, scores, mask)
 
     def weights(self, scores: Sequence[Any], tile: Any, lows: Any, sums: Any) -> tuple[Any, Any, Any, Any]:
-        """Online softmax: the tile's weights, the new state, and what the old weighted values decay by."""
+        """Online softmax: the tile's weights, the new state, and what the old weighted values decay by.
+
+        The reference that logits are taken from follows the maximum only when that has left it by `SLACK`: weights of
+        up to 2^SLACK are as exact, and values in sums seldom have to be multiplied.
+        """
         w, factor = self.w, self.w.number(self.factor)
         scores = self.masked(self.capped(scores), tile)
         before, lows = lows, []
@@ -102,7 +126,8 @@ class Attend:
             peak = tree(w.maximum, [score for i, score in enumerate(scores) if i // 2 % 2 == row])
             for mask in (1, 2):
                 peak = w.maximum(peak, w.shuffle_xor(peak, mask))
-            lows.append(w.minimum(before[row], peak * -self.factor))
+            low = peak * -self.factor
+            lows.append(w.select(low < before[row] - SLACK, low, before[row]))
         decays = [w.exp2(low - old) for low, old in zip(lows, before, strict=True)]
         weights = [w.exp2(w.fma(score, factor, lows[i // 2 % 2])) for i, score in enumerate(scores)]
         totals = []
@@ -111,6 +136,11 @@ class Attend:
             totals.append(w.fma(sums[row], decays[row], added))
         return weights, lows, totals, decays
 
+    def decayed(self, values: Sequence[Any], decays: Sequence[Any]) -> Sequence[Any]:
+        """Weighted values after the reference has moved, in any row of this warp."""
+        needed = self.w.any_lane(self.w.any(decays[0] < 1, decays[1] < 1))
+        return self.w.choose(needed, values, lambda: [x * decays[i // 2 % 2] for i, x in enumerate(values)])
+
     def release(self, kind: str, slot: Any) -> None:
         """This warp reads that stage no more."""
         self.w.warp_barrier()
@@ -118,16 +148,6 @@ class Attend:
 
     def wait(self, kind: str, slot: Any, parity: Any) -> None:
         self.w.barrier_wait(slot * 8 + self.plan.barriers[kind], parity)
-        if kind == "queries_full" or not self.plan.fetch_fences:
-            self.w.copies_to_products()
-
-    def turn_wait(self) -> None:
-        if self.plan.take_turns:
-            self.w.turn_wait(self.warpgroup, 32 * CONSUMER_WARPS)
-
-    def turn_pass(self) -> None:
-        if self.plan.take_turns:
-            self.w.turn_pass(self.w.integer(1) - self.warpgroup, 32 * CONSUMER_WARPS)
 
     def pack(self, weights: Sequence[Any]) -> list[Any]:
         return [self.w.pack(weights[i], weights[i + 1], "bfloat16") for i in range(0, len(weights), 2)]
@@ -137,11 +157,12 @@ class Attend:
         w, plan, part = self.w, self.plan, self.part
         slot, parity, query_parity = carry
         self.wait("queries_full", w.integer(0), query_parity)
+        if not plan.queries_in_registers:
+            w.copies_to_products()
+        self.take_queries()
         self.wait("keys_full", slot, parity)
-        self.turn_wait()
         w.wgmma_fence(())
         scores = self.scores(slot)
-        self.turn_pass()
         scores = w.wgmma_wait(0, scores)
         self.release("keys_empty", slot)
         zero = w.number(0.0)
@@ -155,7 +176,6 @@ class Attend:
             words, values = flat[4 : 4 + len(weights) // 2], flat[4 + len(weights) // 2 :]
             tile = part.last_tile - 1 - i
             self.wait("keys_full", slot, parity)
-            self.turn_wait()
             w.wgmma_fence(())
             # This tile's scores and the last one's values: while the softmax waits for the first, and works on them,
             # the tensor cores have the second, and the other warpgroup's.
@@ -163,18 +183,19 @@ class Attend:
             self.wait("values_full", before, before_parity)
             words, values = w.wgmma_fence(words), w.wgmma_fence(values)
             values = self.add_values(values, words, before)
-            self.turn_pass()
             scores = w.wgmma_wait(1, scores)
             self.release("keys_empty", slot)
             new, lows, sums, decays = self.weights(scores, tile, lows, sums)
+            w.hold_back(sums[0] + sums[1], w.integer(plan.barriers_start))
             values = w.wgmma_wait(0, values)
             self.release("values_empty", before)
-            values = [x * decays[i // 2 % 2] for i, x in enumerate(values)]
+            values = self.decayed(values, decays)
             return *after(w, plan, slot, parity), slot, parity, *lows, *sums, *self.pack(new), *values
 
         start = (*after(w, plan, slot, parity), slot, parity, *lows, *sums, *words, *values)
         slot, parity, before, before_parity, *flat = w.loop(part.count - 1, start, turn)
-        self.release("queries_empty", w.integer(0))
+        if not plan.queries_in_registers:
+            self.release("queries_empty", w.integer(0))
         lows, sums = flat[:2], flat[2:4]
         words, values = flat[4 : 4 + len(weights) // 2], flat[4 + len(weights) // 2 :]
         self.wait("values_full", before, before_parity)

@@ -66,12 +66,12 @@ class Fetch:
 
 
 def fetch_part(w: Any, plan: PrefillPlan, a: Arguments, part: Part, carry: Any) -> Any:
-    """All copies of one part. `carry`: stage, parity of its phase, parity of the queries' phase.
+    """All copies of one part. `carry`: stage, parity of its phase, the stage before (-1: none), the queries' parity.
 
     A tile is reported when the next of its kind has been started: then this thread can wait for its copies, and put
     the fence behind them that products of what copies wrote need, without a copy less under way.
     """
-    slot, parity, query_parity = carry
+    slot, parity, before, query_parity = carry
     fetch, barriers = Fetch(w, plan), plan.barriers
     pages = fetch.pages(a, part, part.last_tile)
     w.barrier_wait(w.integer(barriers["queries_empty"]), query_parity)
@@ -86,22 +86,25 @@ def fetch_part(w: Any, plan: PrefillPlan, a: Arguments, part: Part, carry: Any) 
         for pool, kind, start in ((a.k_pages, "keys", plan.keys_start), (a.v_pages, "values", plan.values_start)):
             w.barrier_wait(slot * 8 + barriers[f"{kind}_empty"], parity)
             fetch.tile(pool, part, tile, pages, slot * plan.tile_bytes + start)
-            if plan.fetch_fences:
-                w.copy_commit()
-                report(w, plan, kind, before, pending=2)
-            else:
-                w.arrive_when_copied(slot * 8 + barriers[f"{kind}_full"])
+            w.copy_commit()
+            report(w, plan, kind, before, pending=2)
         return *after(w, plan, slot, parity), slot, following
 
-    slot, parity, before, _ = w.loop(part.count, (slot, parity, w.integer(-1), pages), step)
-    if plan.fetch_fences:
-        report(w, plan, "keys", before, pending=1)
-        report(w, plan, "values", before, pending=0)
-    return slot, parity, w.integer(1) - query_parity
+    slot, parity, before, _ = w.loop(part.count, (slot, parity, before, pages), step)
+    if not plan.queries_in_registers:
+        # The queries are given back when the last tile is in use: it must be reported before they are waited for.
+        report_last(w, plan, before)
+        before = w.integer(-1)
+    return slot, parity, before, w.integer(1) - query_parity
+
+
+def report_last(w: Any, plan: PrefillPlan, stage: Any) -> None:
+    report(w, plan, "keys", stage, pending=1)
+    report(w, plan, "values", stage, pending=0)
 
 
 def report(w: Any, plan: PrefillPlan, kind: str, stage: Any, pending: int) -> None:
-    """Waits for all copies but those of the newest `pending` tiles, and reports a tile, if `stage` is none before 0."""
+    """Waits for all copies but those of the newest `pending` tiles, and reports a tile, unless its stage is -1."""
     w.copy_wait(pending)
     w.copies_to_products()
     w.arrive_in(stage * 8 + plan.barriers[f"{kind}_full"], None, w.integer(-1) < stage)

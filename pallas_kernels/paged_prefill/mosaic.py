@@ -3,7 +3,8 @@
 One warpgroup copies rows of keys and values from their pages into shared memory, two multiply: each has 64 query rows
 (a token's query heads of one KV head are neighbours), scores and values as `wgmma` sums in registers and the softmax
 between them. While one works on its softmax the tensor cores have the other's products, and its own of the tile before
-(the schedule of FlashAttention-3, https://arxiv.org/abs/2407.08608). docs/kernels_attention.md has the measurements.
+(as in FlashAttention-3, https://arxiv.org/abs/2407.08608, but without its turns, which cost a tenth here).
+docs/kernels_attention.md has the measurements.
 """
 
 import functools
@@ -15,7 +16,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_prefill.attend import Attend
-from pallas_kernels.paged_prefill.fetch import fetch_part
+from pallas_kernels.paged_prefill.fetch import fetch_part, report_last
 from pallas_kernels.paged_prefill.parts import Arguments, Part, number_of_parts, part_of
 from pallas_kernels.paged_prefill.plan import CONSUMER_WARPS, PRODUCERS, PrefillPlan
 from pallas_kernels.paged_prefill.warp import PrefillWarp
@@ -40,17 +41,14 @@ def prefill(w: Any, plan: PrefillPlan, a: Arguments, block: Any) -> None:
 
     def produce() -> None:
         w.set_registers(REGISTERS[0], more=False)
-        start = (w.integer(0), w.integer(1), w.integer(1))  # the first time round, every stage is empty
-        w.loop(parts, start, lambda i, carry: fetch_part(w, plan, a, part(i), carry))
+        # The first time round every stage is empty, and none is before the first.
+        start = (w.integer(0), w.integer(1), w.integer(-1), w.integer(1))
+        _, _, last, _ = w.loop(parts, start, lambda i, carry: fetch_part(w, plan, a, part(i), carry))
+        report_last(w, plan, last)
 
     def consume() -> None:
         w.set_registers(REGISTERS[1], more=True)
-        threads, first = 32 * CONSUMER_WARPS, w.integer(0)
-        if plan.take_turns:
-            w.when(w.integer(3) < w.warp, lambda: w.turn_pass(first, threads))
         w.loop(parts, [w.integer(0)] * 3, lambda i, carry: Attend(w, plan, part(i)).run(a, carry))
-        if plan.take_turns:
-            w.when(w.warp < 4, lambda: w.turn_wait(first, threads))
 
     w.when(w.warp < CONSUMER_WARPS, consume)
     w.when(w.integer(CONSUMER_WARPS - 1) < w.warp, produce)

@@ -10,16 +10,15 @@ PRODUCERS = 128
 """Threads that fetch: one warpgroup."""
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block of a Hopper card can have."""
-BLOCKS = 132
-"""Blocks that run at a time, one a multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillPlan:
     """One call; everything the kernel is specialised for.
 
-    Keys and values come `stages` tiles ahead. At most `blocks` blocks are launched, each of which goes on with another
-    part (128 query rows of one row and KV head) until all are done; None launches a block for each part.
+    Keys and values come up to `stages` (two at least) tiles ahead: one is reported when the next is on its way. At
+    most `blocks` blocks are launched, each of which goes on with another part (128 query rows of one row and KV head)
+    until all are done; None launches a block for each part.
     """
 
     batch: int
@@ -34,9 +33,7 @@ class PrefillPlan:
     softcap: float | None
     sinks: bool
     stages: int
-    blocks: int | None = BLOCKS
-    take_turns: bool = True
-    fetch_fences: bool = True
+    blocks: int | None = None
 
     # The whole call
     @property
@@ -65,6 +62,11 @@ class PrefillPlan:
     @property
     def tile_pages(self) -> int:
         return self.keys // self.page_size
+
+    @property
+    def queries_in_registers(self) -> bool:
+        """Where they fit beside the sums: the tensor cores then read a sixth less of shared memory."""
+        return self.head_dim <= 128
 
     @property
     def swizzle(self) -> int:

@@ -1,4 +1,4 @@
-"""What the prefill kernel needs beyond `WideWarp`: swizzled matrices in shared memory, copies of rows, turns.
+"""What the prefill kernel needs beyond `WideWarp`: swizzled matrices in shared memory, and copies of rows.
 
 The tests have a NumPy twin.
 """
@@ -51,6 +51,11 @@ class PrefillWarp(WideWarp):
     def any(self, a: Value, b: Value) -> Value:
         return Value(arith.ori(a.ir, b.ir))
 
+    def any_lane(self, condition: Value) -> Value:
+        """Whether it is true in any lane of the warp."""
+        ptx = "vote.sync.any.pred $0, $1, 0xFFFFFFFF;"
+        return Value(llvm.inline_asm(condition.ir.type, [condition.ir], ptx, "=b,b", has_side_effects=True))
+
     # Control
     def choose(self, condition: Value, carry: Sequence[Value], body: Callable[[], Sequence[Value]]) -> Words:
         """body() if the condition, the same in all lanes, is true; else carry."""
@@ -62,14 +67,6 @@ class PrefillWarp(WideWarp):
         with ir.InsertionPoint(else_block):
             scf.YieldOp([v.ir for v in carry])
         return tuple(Value(v) for v in if_op.results)
-
-    def turn_wait(self, turn: Value, threads: int) -> None:
-        """Waits until `threads` threads, those that wait here too, have come to barrier 8 + turn."""
-        self._emit(f"bar.sync $0, {threads};", "r", (turn + 8).ir)
-
-    def turn_pass(self, turn: Value, threads: int) -> None:
-        """Comes to barrier 8 + turn without waiting."""
-        self._emit(f"bar.arrive $0, {threads};", "r", (turn + 8).ir)
 
     # Memory
     def load_integer(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
@@ -122,6 +119,14 @@ class PrefillWarp(WideWarp):
         # As a signed number: MLIR's attributes do not take the highest bit.
         signed = fields - (1 << 64) if fields >> 63 else fields
         return Value(llvm.or_(arith.extui(i64, start), mgpu_utils.c(signed, i64)))
+
+    def hold_back(self, value: Value, address: Value) -> None:
+        """Keeps the next wait for products behind the computation of a value that is never negative.
+
+        Nothing else does: ptxas moves waits up to the last access to memory, and what should run beside the products
+        runs after them. So here is one, a store that never happens.
+        """
+        self.shared_store(address, value, value < 0)
 
     def product(
         self, acc: Sequence[Value] | None, a: Value | Sequence[Value], b: Value, columns: int, *, transposed: bool
