@@ -21,7 +21,7 @@ from jaxinfer.device import start_device
 from jaxinfer.params import from_pieces, linear_names, num_parameters, random_params
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.quantization.report import QuantizationReport
-from jaxinfer.source import open_source
+from jaxinfer.source import StoreSource, open_source
 from jaxinfer.tiers import TieredKV
 from jaxinfer.tokenization import Tokenizer
 
@@ -139,7 +139,8 @@ def load(
         if random_weights is None:
             request = WeightsRequest(name, weights_dtype, packed, plan, progress)
             params = from_pieces(source.pieces(request))
-            return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
+            report = source.report if isinstance(source, StoreSource) and plan is None else None
+            return Model(config, params, tokenizer, weights_dtype, name, kv_dtype, report)
     if plan is not None:
         plan.check(linear_names(config))
     check_memory(config, weights_dtype, name, plan=plan)

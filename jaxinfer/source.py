@@ -26,6 +26,7 @@ from jaxinfer.checkpoint_weights import (
 from jaxinfer.config_gguf import from_gguf
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.params import Piece
+from jaxinfer.quantization.report import QuantizationReport, report_of
 from jaxinfer.store.manifest import GGUF_METADATA, ORIGINAL, is_store
 from jaxinfer.store.reader import Store, gguf_metadata
 from jaxinfer.store.tensors import StoredTensors
@@ -118,6 +119,11 @@ class StoreSource:
         self.store = Store(path)
         self.config = self.store.config
         self.tokenizer = self.store.tokenizer()
+
+    @property
+    def report(self) -> QuantizationReport | None:
+        """How well it was quantised, if that was measured as `jaxinfer.quantize` does."""
+        return report_of(self.store.manifest.quality)
 
     def pieces(self, request: WeightsRequest) -> Iterator[Piece]:
         """The weights on the default device, piece by piece: as they are stored, unless they are to be decoded."""

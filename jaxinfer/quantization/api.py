@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import pathlib
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -31,7 +32,10 @@ from jaxinfer.quantization.calibrated import CalibratedQuantizer
 from jaxinfer.quantization.calibration import Calibration, Windows
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.quantization.quantizer import QuantizingReader
+from jaxinfer.quantization.report import QuantizationReport
 from jaxinfer.source import open_source
+from jaxinfer.store.create import STORE_DTYPE, create, plan_mapping, save
+from jaxinfer.store.writer import StoreWriter, check_free
 from jaxinfer.tokenization import Tokenizer
 
 log = logging.getLogger("jaxinfer")
@@ -47,6 +51,7 @@ def quantize(
     *,
     calibration: CalibrationText | None = None,
     promote_above: float | None = None,
+    out: str | os.PathLike[str] | None = None,
     dtype: jnp.dtype | type | str | None = None,
     progress: bool | None = None,
 ) -> Model:
@@ -64,10 +69,15 @@ def quantize(
     quantises weights of a larger error with more bits. AWQ changes norms, v and up projections too, as they take up the
     scales.
 
-    Raises ValueError for a plan that does not fit the model, that names weights which are packed already, or that wants
-    the head by a calibrated method.
+    `out` writes a store (`jaxinfer.store`) and returns the model of it; from a path it never holds more than a layer.
+    What is not packed there is bfloat16, unless `dtype` is another.
+
+    Raises FileExistsError for an `out` that exists, and ValueError for a plan that does not fit the model, that names
+    weights which are packed already, or that wants the head by a calibrated method.
     """
     plan = resolve(plan)
+    if out is not None:
+        return _into_store(model_or_path, plan, calibration, promote_above, pathlib.Path(out), dtype, progress)
     if plan.needs_calibration or promote_above is not None or calibration is not None:
         return _calibrated(model_or_path, plan, calibration, promote_above, dtype, progress)
     if not isinstance(model_or_path, Model):
@@ -109,6 +119,60 @@ def _packed(weight: Weight, spec: ParamSpec, plan: Plan, name: str) -> DeviceWei
     return device_layout(packed)
 
 
+def _into_store(
+    model_or_path: Model | str | os.PathLike[str],
+    plan: Plan,
+    calibration: CalibrationText | None,
+    promote_above: float | None,
+    out: pathlib.Path,
+    dtype: jnp.dtype | type | str | None,
+    progress: bool | None,
+) -> Model:
+    check_free(out.expanduser())
+    if isinstance(model_or_path, Model):
+        options = {"calibration": calibration, "promote_above": promote_above, "dtype": dtype, "progress": progress}
+        model = quantize(model_or_path, plan, **options)
+        save(model, out, plan=plan)
+        return model
+    write_quantized(
+        model_or_path, plan, out, calibration=calibration, promote_above=promote_above, dtype=dtype, progress=progress
+    )
+    return load(out, dtype=dtype, progress=progress)
+
+
+def write_quantized(
+    path_or_name: str | os.PathLike[str],
+    plan: Plan | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    calibration: CalibrationText | None = None,
+    promote_above: float | None = None,
+    dtype: jnp.dtype | type | str | None = None,
+    progress: bool | None = None,
+) -> QuantizationReport | None:
+    """What `quantize` does with `out`, for a model that may not fit the device: it is not loaded afterwards.
+
+    Returns the report of a calibrated method, None of the others.
+    """
+    plan = resolve(plan)
+    if not (plan.needs_calibration or promote_above is not None or calibration is not None):
+        create(path_or_name, out, dtype=dtype, plan=plan, progress=progress)
+        return None
+    check_free(pathlib.Path(out).expanduser())
+    start_device()
+    weights_dtype, name = weights_dtype_for(STORE_DTYPE if dtype is None else dtype), os.fspath(path_or_name)
+    progress = is_watched() if progress is None else progress
+    with open_source(path_or_name, progress=progress) as source:
+        windows = windows_for(calibration, source.tokenizer, source.config)
+        quantizer = CalibratedQuantizer(source.config, plan, windows, weights_dtype, promote_above=promote_above)
+        request = WeightsRequest(name, weights_dtype, packed=False, plan=None, progress=False)
+        with StoreWriter(out, source.config, weights_dtype, model=name, files=source.files()) as store:
+            store.write_all(quantizer.pieces(source.pieces(request), progress=progress))
+            report = quantizer.report()
+            store.plan, store.quality = plan_mapping(report.plan), report.to_mapping()
+    return report
+
+
 def _calibrated(
     model_or_path: Model | str | os.PathLike[str],
     plan: Plan,
@@ -122,21 +186,22 @@ def _calibrated(
         if dtype is not None:
             raise ValueError("dtype is for a path: a loaded model keeps its own")
         model = model_or_path
-        windows = _windows(calibration, model.tokenizer, model.config)
+        windows = windows_for(calibration, model.tokenizer, model.config)
         quantizer = CalibratedQuantizer(model.config, plan, windows, model.dtype, promote_above=promote_above)
         params = from_pieces(quantizer.pieces(_dense_pieces(model), progress=progress))
         return dataclasses.replace(model, params=params, quantization=quantizer.report())
     start_device()
     weights_dtype, name = weights_dtype_for(dtype), os.fspath(model_or_path)
     with open_source(model_or_path, progress=progress) as source:
-        windows = _windows(calibration, source.tokenizer, source.config)
+        windows = windows_for(calibration, source.tokenizer, source.config)
         quantizer = CalibratedQuantizer(source.config, plan, windows, weights_dtype, promote_above=promote_above)
         request = WeightsRequest(name, weights_dtype, packed=False, plan=None, progress=False)
         params = from_pieces(quantizer.pieces(source.pieces(request), progress=progress))
         return Model(source.config, params, source.tokenizer, weights_dtype, name, quantization=quantizer.report())
 
 
-def _windows(calibration: CalibrationText | None, tokenizer: Tokenizer | None, config: ModelConfig) -> Windows:
+def windows_for(calibration: CalibrationText | None, tokenizer: Tokenizer | None, config: ModelConfig) -> Windows:
+    """The token ids of calibration text; by default of the bundled novel."""
     if isinstance(calibration, Windows):
         return calibration
     if calibration is None:

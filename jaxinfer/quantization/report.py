@@ -105,3 +105,13 @@ class QuantizationReport:
             weights=tuple(WeightError(**weight) for weight in content["weights"]),
             quality=None if quality is None else Quality(**quality),
         )
+
+
+def report_of(content: Mapping[str, Any] | None) -> QuantizationReport | None:
+    """The report in JSON of any origin; None for one of another form."""
+    if content is None:
+        return None
+    try:
+        return QuantizationReport.from_mapping(content)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None

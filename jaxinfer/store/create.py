@@ -15,7 +15,7 @@ from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.source import StoreSource, open_source
 from jaxinfer.store.writer import StoreWriter, check_free
 
-DTYPE = "bfloat16"
+STORE_DTYPE = "bfloat16"
 """Of what is not packed in a store made from a checkpoint, unless another is asked for."""
 
 
@@ -38,7 +38,7 @@ def create(
     resolved = None if plan is None else resolve(plan)
     out = pathlib.Path(out).expanduser()
     check_free(out)
-    weights_dtype = weights_dtype_for(DTYPE if dtype is None else dtype)
+    weights_dtype = weights_dtype_for(STORE_DTYPE if dtype is None else dtype)
     start_device()
     progress = is_watched() if progress is None else progress
     name = os.fspath(source)
@@ -64,7 +64,9 @@ def save(
     plan: Plan | None = None,
     quality: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
-    """Writes a store of a loaded model and returns its path. `plan` is the one that quantised it, `quality` its report.
+    """Writes a store of a loaded model and returns its path.
+
+    `plan` is the one that quantised it, `quality` its report; by default those of `model.quantization`.
 
     The tokenizer's files are those of the checkpoint that the model was loaded from, `model.name`.
 
@@ -75,6 +77,9 @@ def save(
     if model.tokenizer is not None:
         with open_source(model.name, progress=False) as source:
             files = source.files()
+    if model.quantization is not None:
+        plan = model.quantization.plan if plan is None else plan
+        quality = model.quantization.to_mapping() if quality is None else quality
     described = None if plan is None else plan_mapping(plan)
     with StoreWriter(
         out, model.config, model.dtype, model=model.name, files=files, plan=described, quality=quality

@@ -1,0 +1,41 @@
+"""Options of `jaxinfer quantize` and `jaxinfer convert`."""
+
+import argparse
+
+from jaxinfer.cli.options import add_model
+
+
+def add_quantize(parser: argparse.ArgumentParser) -> None:
+    """MODEL, the plan, the store to write, and what calibrated methods look at."""
+    add_model(parser)
+    parser.add_argument(
+        "--plan",
+        required=True,
+        metavar="PLAN",
+        help="int4, int4-awq, int4-gptq, int8, fp8, seed-mixed, or a .toml file",
+    )
+    parser.add_argument("--out", required=True, metavar="PATH", help="the folder to write, which must not exist")
+    parser.add_argument(
+        "--calibration",
+        action="append",
+        metavar="FILE",
+        help="text or .jsonl of your domain; repeat it for several. Default: a bundled novel, if the plan needs text",
+    )
+    parser.add_argument(
+        "--promote-above", type=float, metavar="X", help="more bits for weights whose outputs err by more, such as 0.01"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress and no report on standard error")
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    """MODEL, the folder to write, and its format."""
+    add_model(parser)
+    parser.add_argument("out", metavar="OUT", help="the folder to write, which must not exist")
+    parser.add_argument(
+        "--format",
+        choices=("store", "safetensors", "awq", "compressed-tensors"),
+        default="store",
+        help="store (default): packed as this device's kernels read it; safetensors: decoded, for any engine; awq and "
+        "compressed-tensors: the codes as they are, where the format has such codes",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
