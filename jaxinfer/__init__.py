@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from jaxinfer.planning.plan import MemoryPlan as MemoryPlan
     from jaxinfer.planning.plan import memory_plan as memory_plan
     from jaxinfer.quantization.api import quantize as quantize
+    from jaxinfer.quantization.sensitivity import sensitivity as sensitivity
+    from jaxinfer.quantization.sensitivity_table import Sensitivity as Sensitivity
     from jaxinfer.sampling_logprobs import Logprob as Logprob
     from jaxinfer.sampling_params import SamplingParams as SamplingParams
     from jaxinfer.scoring import Perplexity as Perplexity
@@ -64,6 +66,7 @@ _MODULES = {
     "SamplingParams": "jaxinfer.sampling_params",
     "Score": "jaxinfer.scoring",
     "SelfDraft": "jaxinfer.speculative.self_draft",
+    "Sensitivity": "jaxinfer.quantization.sensitivity_table",
     "Speculation": "jaxinfer.speculative.speculation",
     "SpeculationReport": "jaxinfer.speculative.report",
     "TieredKV": "jaxinfer.tiers",
@@ -78,6 +81,7 @@ _MODULES = {
     "pull": "checkpoints.pull",
     "quantize": "jaxinfer.quantization.api",
     "score": "jaxinfer.scoring",
+    "sensitivity": "jaxinfer.quantization.sensitivity",
     "stream": "jaxinfer.generation",
 }
 

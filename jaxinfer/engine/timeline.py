@@ -17,7 +17,7 @@ def plot_timeline(spans: Sequence[Span], path: str | os.PathLike[str] | None = N
     A notebook shows what is returned; `path` also saves it, as PNG or whatever its ending says. Needs matplotlib, which
     comes with `pip install jaxinfer[plot]`. Raises ImportError without it and ValueError if there is nothing to draw.
     """
-    figure = notebook_figure((12, 2.4))
+    figure = notebook_figure((12.0, 2.4))
     if not spans:
         raise ValueError("no programs have run since the metrics were reset; there is no timeline to draw")
 

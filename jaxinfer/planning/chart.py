@@ -37,7 +37,7 @@ def figure(
     items: Sequence[tuple[str, int]], capacity: int, title: str, path: str | os.PathLike[str] | None = None
 ) -> "Figure":
     """One stacked bar with a line at the capacity. Raises ImportError without matplotlib."""
-    drawing = notebook_figure((9, 3))
+    drawing = notebook_figure((9.0, 3.0))
     axes = drawing.add_subplot()
     start = 0.0
     for name, size in items:

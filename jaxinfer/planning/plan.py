@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -251,7 +251,7 @@ def _contexts(config: ModelConfig) -> Iterable[int]:
         yield min(pages * PAGE_SIZE, longest)
 
 
-def _last(fits: typing.Callable[[int], bool], sizes: Iterable[int]) -> int | None:
+def _last(fits: Callable[[int], bool], sizes: Iterable[int]) -> int | None:
     """The last of ascending sizes before one that does not fit."""
     last = None
     for size in sizes:

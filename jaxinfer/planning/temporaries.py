@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer import kv_cache, steps
-from jaxinfer.batch import PAGE_SIZE, Limits, bucket, pages_for, plan_prefill
+from jaxinfer.batch import MIN_PREFILL, PAGE_SIZE, Limits, bucket, pages_for, plan_prefill
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.layers.attention import KEYS_AT_ONCE
@@ -46,7 +46,8 @@ class Work:
     @classmethod
     def of(cls, rows: int, context: int, backend: str) -> "Work":
         limits = Limits.default(backend)
-        group = plan_prefill([context] * rows, limits)[0]
+        most = min(rows, max(1, limits.prefill_tokens // MIN_PREFILL))  # no call has more rows
+        group = plan_prefill([context] * most, limits)[0]
         return cls(
             bucket(rows), context, bucket(len(group.rows)), group.chunk, context > group.chunk, limits.decode_chunk
         )

@@ -26,7 +26,7 @@ from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.packed_weights import PackedReader
 from jaxinfer.params import ParamSpec, ReadPacked, build, has_own_head, linear_names
 from jaxinfer.planning.target import Target
-from jaxinfer.quantization.plan import Plan
+from jaxinfer.quantization.plan import CALIBRATED, Plan, Precision
 from jaxinfer.quantization.quantizer import quantize_weight
 from pallas_kernels.int4_matmul import PackedInt4
 
@@ -88,12 +88,16 @@ def _by_plan(spec: ParamSpec, storage: Storage, target: Target) -> Any:
         if precision is None:
             parts.append(jax.ShapeDtypeStruct(shape, storage.dtype))
         else:
-            codes = jax.eval_shape(
-                lambda weight, precision=precision: quantize_weight(weight, precision),
-                jax.ShapeDtypeStruct(shape, jnp.float32),
-            )
-            parts.append(_on_device(codes, target))
+            parts.append(_on_device(_codes(shape, precision), target))
     return parts[0] if len(parts) == 1 else StackedOutputs(tuple(parts))
+
+
+def _codes(shape: tuple[int, int], precision: Precision) -> Any:
+    """What `quantize_weight` makes of a weight of that shape."""
+    weight, moments = jax.ShapeDtypeStruct(shape, jnp.float32), None
+    if precision.method in CALIBRATED:
+        moments = jax.ShapeDtypeStruct((shape[1], shape[1]), jnp.float32)
+    return jax.eval_shape(lambda weight, moments: quantize_weight(weight, precision, moments), weight, moments)
 
 
 def _as_stored(spec: ParamSpec, storage: Storage, target: Target, read_packed: ReadPacked | None) -> Any:

@@ -1,0 +1,224 @@
+"""What each weight's precision costs: one weight at a time is quantised, and the rest of the model runs on.
+
+    found = ji.sensitivity(model, "support.jsonl")
+    found.propose("int4").save("plan.toml")     # the plan of least loss in the room of int4
+    ji.quantize(model, "plan.toml")
+
+Two losses are measured for every weight and candidate precision, on calibration text: the error of the weight's own
+outputs, E|D x|^2 / E|W x|^2 with D what rounding changes of W, and the KL divergence of the model's next-token
+distributions from the original's. The second is what counts: an output may be wrong where it hardly matters.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from tqdm.auto import tqdm
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import LayerParams
+from jaxinfer.layers.embedding import embed, head
+from jaxinfer.layers.norm import rms_norm
+from jaxinfer.model import Model, is_watched
+from jaxinfer.params import layer_specs, linear_names
+from jaxinfer.planning.weights import num_bytes
+from jaxinfer.quantization.api import CalibrationText, windows_for
+from jaxinfer.quantization.layer_pass import PRECISION, input_moments, pass_through, representative, second_moments
+from jaxinfer.quantization.moments import output_errors, values_of
+from jaxinfer.quantization.plan import HEAD, Precision
+from jaxinfer.quantization.quality import head_of, row_batches
+from jaxinfer.quantization.quantizer import quantize_weight
+from jaxinfer.quantization.sensitivity_table import Sensitivity
+
+CANDIDATES = (Precision(4, 128), Precision(4, 64), Precision(4, 32), Precision(8))
+"""By default. Codes of 2 and 3 bits take the room of 4, so a budget gains nothing by them."""
+
+MOST_TOKENS = 4096
+POSITIONS_AT_ONCE = 256
+"""Positions whose logits, two rows of the vocabulary each, are in memory together."""
+
+type Batches = list[jax.Array]
+"""Hidden states [rows, tokens, hidden] in float32, a few rows at a time."""
+
+
+def sensitivity(
+    model: Model,
+    calibration: CalibrationText | None = None,
+    *,
+    precisions: Sequence[Precision] = CANDIDATES,
+    measure_head: bool = False,
+    max_tokens: int = MOST_TOKENS,
+    progress: bool | None = None,
+) -> Sensitivity:
+    """Measures every projection of the layers, and with `measure_head` the head, in every one of `precisions`.
+
+    `calibration` is as for `jaxinfer.quantize`; at most `max_tokens` tokens of it are used. Each weight and precision
+    takes a pass through the layers above, half a forward pass of all tokens on the average, and the head. Precisions
+    may use every method but "awq", whose scales concern several weights at once; "gptq" is fitted to the original's
+    inputs.
+
+    Raises ValueError for a model that is packed already, for no text, and for precisions that cannot be measured.
+    """
+    precisions = tuple(dict.fromkeys(precisions))
+    _check(model, precisions)
+    windows = windows_for(calibration, model.tokenizer, model.config).calibration
+    windows = windows[: max(1, max_tokens // max(1, windows.shape[1])), :max_tokens]
+    if windows.size == 0:
+        raise ValueError("there are no tokens to calibrate with; give more text")
+    names = [name for name in linear_names(model.config) if measure_head or name != HEAD]
+    progress = is_watched() if progress is None else progress
+    measured = []
+    with tqdm(total=len(names), unit="weight", desc="Measuring", disable=not progress, leave=False) as bar:
+        for one in _Measurement(model, windows, precisions).weights(measure_head):
+            measured.append(one)
+            bar.update()
+    assert [one.name for one in measured] == names
+    return Sensitivity(
+        names=tuple(names),
+        precisions=precisions,
+        output_errors=np.array([one.output_errors for one in measured]),
+        divergences=np.array([one.divergences for one in measured]),
+        sizes=np.array([one.sizes for one in measured], np.int64),
+        original_sizes=np.array([one.original_size for one in measured], np.int64),
+        num_tokens=int(windows.size),
+        model=model.name,
+    )
+
+
+@dataclasses.dataclass
+class _Measured:
+    """One weight, and an entry for each precision. Sizes are in bytes, that of the original in 16 bits."""
+
+    name: str
+    original_size: int
+    output_errors: list[float] = dataclasses.field(default_factory=list)
+    divergences: list[float] = dataclasses.field(default_factory=list)
+    sizes: list[int] = dataclasses.field(default_factory=list)
+
+
+class _Measurement:
+    """The original's hidden states before every layer, from which each change runs on."""
+
+    def __init__(self, model: Model, windows: np.ndarray, precisions: Sequence[Precision]) -> None:
+        self._config, self._params, self._precisions = model.config, model.params, precisions
+        self._num_tokens = windows.size
+        tokens = [jnp.asarray(batch) for batch in row_batches(windows)]
+        embedded = [embed(batch, model.params.embed_tokens, model.config).astype(jnp.float32) for batch in tokens]
+        self._states: list[Batches] = [embedded]
+        for index in range(model.config.num_layers):
+            self._states.append(self._passed(self._states[-1], index, index + 1))
+        self._head = values_of(head_of(model.params))
+        self._original = self._normalised(self._states[-1])
+
+    def weights(self, measure_head: bool) -> Iterator[_Measured]:
+        for index in range(self._config.num_layers):
+            yield from self._layer(index)
+        if measure_head:
+            rows = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in self._original])
+            moments = second_moments(rows) / rows.shape[0]
+            # A tied head is no weight of its own until it is quantised.
+            found = _Measured(HEAD, 0 if self._params.lm_head is None else 2 * self._head.size)
+            for precision in self._precisions:
+                values = self._round(found, self._head, moments, precision)
+                found.divergences.append(self._divergence(self._original, values))
+            yield found
+
+    def _layer(self, index: int) -> Iterator[_Measured]:
+        config, same = self._config, representative(self._config, index)
+        layer = _float32(self._params.layers[index])
+        moments = input_moments(layer, self._states[index], config=config, index=same)
+        for field, spec in layer_specs(config, index).items():
+            if not spec.is_linear:
+                continue
+            whole, inputs = getattr(layer, field), getattr(moments, field)
+            starts = [0, *itertools.accumulate(spec.rows)]
+            for name, (start, stop) in zip(spec.sources, itertools.pairwise(starts), strict=True):
+                weight = whole[start:stop]
+                found = _Measured(name.removesuffix(".weight"), 2 * weight.size)
+                for precision in self._precisions:
+                    values = self._round(found, weight, inputs, precision)
+                    changed = dataclasses.replace(layer, **{field: whole.at[start:stop].set(values)})
+                    x = [pass_through(changed, x, config=config, index=same) for x in self._states[index]]
+                    last = self._normalised(self._passed(x, index + 1, config.num_layers))
+                    found.divergences.append(self._divergence(last, self._head))
+                yield found
+
+    def _round(
+        self, found: _Measured, weight: Float[Array, "out in"], moments: Float[Array, "in in"], precision: Precision
+    ) -> Float[Array, "out in"]:
+        """The values of the quantised weight; notes its size and the error of its outputs."""
+        packed = quantize_weight(weight, precision, moments)
+        values = values_of(packed)
+        outputs = float(jnp.sum(output_errors(weight, moments)))
+        added = float(jnp.sum(output_errors(values - weight, moments)))
+        found.output_errors.append(added / outputs if outputs else 0.0)
+        found.sizes.append(num_bytes(packed))
+        return values
+
+    def _passed(self, x: Batches, first: int, last: int) -> Batches:
+        """The states after the original layers `first` to `last` - 1."""
+        for index in range(first, last):
+            layer, same = _float32(self._params.layers[index]), representative(self._config, index)
+            x = [pass_through(layer, batch, config=self._config, index=same) for batch in x]
+        return x
+
+    def _normalised(self, x: Batches) -> Batches:
+        return [rms_norm(batch, self._params.norm, self._config.norm_eps) for batch in x]
+
+    def _divergence(self, hidden: Batches, head_weight: Float[Array, "vocab hidden"]) -> float:
+        """KL divergence from the original, mean over all positions."""
+        parts = [
+            summed_divergence(changed, original, head_weight, self._head, config=self._config)
+            for changed, original in zip(hidden, self._original, strict=True)
+        ]
+        return max(0.0, sum(float(part) for part in parts) / self._num_tokens)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def summed_divergence(
+    hidden: Float[Array, "rows tokens hidden"],
+    original_hidden: Float[Array, "rows tokens hidden"],
+    head_weight: Float[Array, "vocab hidden"],
+    original_head: Float[Array, "vocab hidden"],
+    *,
+    config: ModelConfig,
+) -> Float[Array, ""]:
+    """Sum over positions of the KL divergence, in nats, of next-token distributions from the original's."""
+    count = hidden.shape[0] * hidden.shape[1]
+    missing = -count % POSITIONS_AT_ONCE
+
+    def chunks(states: jax.Array) -> jax.Array:
+        # Where zeros fill up, all logits are zeros and nothing diverges.
+        flat = jnp.pad(states.reshape(count, -1), ((0, missing), (0, 0)))
+        return flat.reshape(-1, POSITIONS_AT_ONCE, flat.shape[1])
+
+    def one(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+        rows, original_rows = chunk
+        with jax.default_matmul_precision(PRECISION):
+            logprobs = jax.nn.log_softmax(head(rows, head_weight, config)[:, : config.num_tokens])
+            original = jax.nn.log_softmax(head(original_rows, original_head, config)[:, : config.num_tokens])
+        return jnp.sum(jnp.exp(original) * (original - logprobs))
+
+    return jnp.sum(jax.lax.map(one, (chunks(hidden), chunks(original_hidden))))
+
+
+def _float32(layer: LayerParams) -> LayerParams:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer)
+
+
+def _check(model: Model, precisions: Sequence[Precision]) -> None:
+    if not precisions:
+        raise ValueError("precisions is empty; give at least one candidate, such as Precision(4, 64)")
+    for precision in precisions:
+        if precision.bits == 16 or precision.method == "awq":
+            why = "quantises nothing" if precision.bits == 16 else "scales several weights at once"
+            raise ValueError(f"{precision} {why} and cannot be measured for one weight; leave it out")
+    for index, layer in enumerate(model.params.layers):
+        for field, spec in layer_specs(model.config, index).items():
+            if spec.is_linear and not isinstance(getattr(layer, field), jax.Array):
+                raise ValueError(f"layers.{index}.{field} is packed already; load the original with packed=False")

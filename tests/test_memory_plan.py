@@ -1,0 +1,281 @@
+"""The memory planner: byte for byte what is loaded and allocated, XLA's own figures for programs, and what fits."""
+
+import dataclasses
+import json
+import pathlib
+
+import families
+import gguf_conversion
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quantized_checkpoints
+
+import jaxinfer as ji
+import jaxinfer.cli
+from checkpoints.safetensors import SafetensorsFolder
+from jaxinfer import kv_cache
+from jaxinfer.batch import Batch, Limits
+from jaxinfer.generation import requests_for
+from jaxinfer.planning.chart import text_bars
+from jaxinfer.planning.target import Target, parse_bytes, target_for
+from jaxinfer.planning.temporaries import Work, compiled, estimate, representative_layers
+from jaxinfer.planning.weights import Storage, abstract_params, bytes_by_precision, num_bytes
+from jaxinfer.quantization.plan import PRESETS, Plan, Precision, Rule
+from pallas_kernels.int4_matmul import PackedInt4, to_mosaic
+
+SHAPES = pathlib.Path(__file__).parent.parent / "benchmarks" / "shapes"
+FAMILIES = {case.name: case for case in families.CASES}
+GIB = 2**30
+
+
+def outline(leaf: jax.Array) -> tuple[tuple[int, ...], np.dtype]:
+    return leaf.shape, np.dtype(leaf.dtype)
+
+
+def assert_same(planned: object, loaded: object) -> None:
+    """The same pytree with the same shapes and types, and so the same bytes."""
+    assert jax.tree.map(outline, planned) == jax.tree.map(outline, loaded)
+    assert num_bytes(planned) == sum(leaf.nbytes for leaf in jax.tree.leaves(loaded))
+
+
+# --- Weights
+
+
+@pytest.mark.parametrize("name", sorted(set(quantized_checkpoints.FORMATS) - {"gptq v2", "awq gemv", "nvfp4 modelopt"}))
+@pytest.mark.filterwarnings("ignore")
+def test_packed_checkpoints_are_planned_as_they_are_loaded(name: str, tmp_path: pathlib.Path):
+    folder = quantized_checkpoints.make(name, tmp_path).quantized
+    loaded = ji.load(folder, packed=True, progress=False)
+    planned = abstract_params(folder, loaded.config, Storage(loaded.dtype, packed=True), target_for(None))
+    assert_same(planned, loaded.params)
+
+
+@pytest.mark.parametrize("case", [case for case in families.CASES if "_rope_" not in case.name], ids=str)
+def test_plain_checkpoints_are_planned_as_they_are_loaded(case: families.FamilyCase):
+    loaded = ji.load(case.folder, dtype="bfloat16", progress=False)
+    planned = ji.memory_plan(case.folder, dtype="bfloat16")
+    assert planned.total_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
+
+
+MIXED = Plan(
+    (
+        Rule(("lm_head",), Precision(8)),
+        Rule(("*.v_proj",), Precision(16)),
+        Rule(("layers.0.*",), Precision(4, 32, symmetric=True)),
+        Rule(("*.down_proj",), Precision(8, method="fp8")),
+        Rule(("*",), Precision(3, 16)),
+    ),
+    "mixed",
+)
+
+
+@pytest.mark.parametrize("plan", ["int4-int8-head", MIXED], ids=["int4-int8-head", "mixed"])
+def test_plans_are_planned_as_they_are_loaded(plan: str | Plan):
+    """The tied head of gemma 3 becomes a weight of its own where the plan names it."""
+    folder = FAMILIES["gemma3_text"].folder
+    loaded = ji.load(folder, quantize=plan, progress=False)
+    plan = PRESETS[plan] if isinstance(plan, str) else plan
+    planned = abstract_params(folder, loaded.config, Storage(loaded.dtype, plan), target_for(None))
+    assert_same(planned, loaded.params)
+    parts = bytes_by_precision(planned)
+    assert sum(parts.values()) == num_bytes(planned)
+    assert all(size > 0 for size in parts.values())
+
+
+def test_gguf_files_are_planned_as_they_are_loaded(tmp_path: pathlib.Path):
+    path = gguf_conversion.convert(FAMILIES["llama"], tmp_path / "llama.gguf")
+    loaded = ji.load(path, dtype="float32", progress=False)
+    assert_same(abstract_params(path, loaded.config, Storage(loaded.dtype), target_for(None)), loaded.params)
+
+
+def test_random_weights_are_planned_as_they_are_made(tmp_path: pathlib.Path):
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"].config))
+    loaded = ji.load(tmp_path, random_weights=0, quantize="seed-mixed", progress=False)
+    planned = ji.memory_plan(tmp_path, random_weights=True, quantize="seed-mixed")
+    assert planned.total_weights == sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
+
+
+def test_matrices_are_not_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """Only vectors are, such as GPTQ's order of the inputs."""
+    folder = quantized_checkpoints.make("gptq act-order", tmp_path).quantized
+    expected = ji.memory_plan(folder, packed=True)
+    read, asked = SafetensorsFolder.read, []
+
+    def watched(self: SafetensorsFolder, name: str, rows: slice | None = None) -> np.ndarray:
+        asked.append(name)
+        return read(self, name, rows)
+
+    def refused(self: SafetensorsFolder, name: str, out: np.ndarray, rows: slice | None = None) -> None:
+        raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(SafetensorsFolder, "read", watched)
+    monkeypatch.setattr(SafetensorsFolder, "read_into", refused)
+    assert ji.memory_plan(folder, packed=True) == expected
+    assert asked
+    assert all(name.endswith("g_idx") for name in asked)
+
+
+def test_a_gpu_that_is_not_here_has_the_layout_and_defaults_of_one(tmp_path: pathlib.Path):
+    """The Hopper kernel's codes are padded to 64 inputs and 16 outputs; formats of 4 bits stay packed in bfloat16."""
+    folder = quantized_checkpoints.make("awq gemm", tmp_path).quantized
+    here, there = ji.memory_plan(folder), ji.memory_plan(folder, gpu_memory="24GiB")
+    assert set(here.weights) == {"float32", "norms and biases"}
+    assert set(there.weights) == {"bfloat16", "int4, groups of 32", "norms and biases"}
+    assert (there.kv_dtype, there.capacity) == ("bfloat16", 18 * GIB)
+    assert here.kv_bytes_per_token == 2 * there.kv_bytes_per_token
+    weight = PackedInt4(jnp.zeros((8, 16), jnp.uint8), jnp.zeros((8, 2), jnp.bfloat16), None, None, (8, 32), 16)
+    target = Target("a GPU", "gpu", GIB, is_here=False)
+    assert_same(jax.eval_shape(target.kernel_layout, weight), to_mosaic(weight))
+    assert target.kernel_layout(weight).codes.shape == (1, 1, 128)
+
+
+# --- Cache
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn", "int4"])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 5), (3, 40)])
+def test_the_cache_is_that_which_generate_allocates(kv_dtype: str | None, rows: int, tokens: int):
+    folder = FAMILIES["llama"].folder
+    model = ji.load(folder, kv_dtype=kv_dtype, progress=False)
+    requests = requests_for(model, [[1] * (tokens - 3)] * rows, ji.SamplingParams(max_tokens=4))
+    cache = Batch(model, requests, Limits.default()).cache
+    plan = ji.memory_plan(folder, context=tokens, batch=rows, kv_dtype=kv_dtype)
+    assert plan.kv_cache == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert plan.kv_bytes_per_token == kv_cache.bytes_per_token(model.config, model.cache_dtype)
+
+
+def test_a_draft_adds_its_weights_and_its_cache():
+    target, draft = FAMILIES["llama"].folder, FAMILIES["qwen3"].folder
+    alone, other = (ji.memory_plan(folder, context=60, batch=2) for folder in (target, draft))
+    both = ji.memory_plan(target, context=60, batch=2, draft=draft)
+    assert both.draft_weights == other.weights
+    assert both.total_weights == alone.total_weights + other.total_weights
+    assert both.kv_bytes_per_token == alone.kv_bytes_per_token + other.kv_bytes_per_token
+    # Page 0 and two rows of 16 pages; with a draft a page more for each row's drafted tokens.
+    assert both.kv_cache * (1 + 2 * 16) == (alone.kv_cache + other.kv_cache) * (1 + 2 * 17)
+
+
+# --- Programs
+
+
+@pytest.mark.parametrize(("name", "rows", "tokens"), [("llama", 4, 200), ("gemma2", 2, 700)])
+def test_temporaries_are_those_that_xla_says(name: str, rows: int, tokens: int):
+    """The formula is within 12 % of `memory_analysis()` of the whole programs, the programs of few layers exact."""
+    folder = FAMILIES[name].folder
+    config = ji.inspect(folder).config
+    params = abstract_params(folder, config, Storage(jnp.dtype(jnp.float32)), target_for(None))
+    work = Work.of(rows, tokens, "cpu")
+    whole = compiled(config, params, work, jnp.dtype(jnp.float32), num_layers=config.num_layers)
+    formula = estimate(config, params, jnp.dtype(jnp.float32), work, "cpu")
+    assert formula.prefill == pytest.approx(whole.prefill, rel=0.12)
+    assert formula.decode == pytest.approx(whole.decode, rel=0.12)
+    assert formula.logits == whole.logits
+
+
+def test_programs_of_few_layers_stand_for_those_of_many():
+    """Two layers of a kind, of four."""
+    config = ji.inspect(FAMILIES["llama"].folder).config
+    params = abstract_params(FAMILIES["llama"].folder, config, Storage(jnp.dtype(jnp.float32)), target_for(None))
+    params = dataclasses.replace(params, layers=params.layers * 2)
+    config = dataclasses.replace(config, layers=config.layers * 2)
+    assert representative_layers(config, params) == [0, 1]
+    assert config.num_layers == 4
+    work = Work.of(1, 60, "cpu")
+    few = compiled(config, params, work, jnp.dtype(jnp.float32))
+    all_of_them = compiled(config, params, work, jnp.dtype(jnp.float32), num_layers=config.num_layers)
+    assert few.prefill == pytest.approx(all_of_them.prefill, rel=0.02)
+    assert few.decode == pytest.approx(all_of_them.decode, rel=0.02)
+
+
+def test_the_formula_is_that_of_programs_compiled_for_an_h200():
+    """`memory_analysis()` of XLA for an H200 (CUDA 13, cuDNN 9.12): Llama-3.2-1B's first prefill of 8 x 2048 tokens
+    takes 1008.7 MB, Llama-3-8B's 1820.3 MB, Qwen3-0.6B's 406.9 MB; 474.0 MB in a later chunk."""
+    for shape, context, megabytes in (
+        ("llama-3.2-1b", 2048, 1008.7),
+        ("llama-3-8b", 2048, 1820.3),
+        ("qwen3-0.6b", 2048, 406.9),
+        ("qwen3-0.6b", 4096, 474.0),
+    ):
+        plan = ji.memory_plan(SHAPES / shape, batch=8, context=context, gpu_memory="141GB")
+        assert plan.prefill / 1e6 == pytest.approx(megabytes, rel=0.02)
+
+
+# --- What fits
+
+
+def test_the_largest_that_fits_fits_and_twice_that_does_not():
+    shape = SHAPES / "llama-3-8b"
+    plan = ji.memory_plan(shape, gpu_memory="24GiB", quantize="int4", batch=8, context=4096)
+    assert plan.fits
+    assert (plan.largest_batch, plan.longest_context) == (16, 8192)
+    assert ji.memory_plan(shape, gpu_memory="24GiB", quantize="int4", batch=16, context=4096).fits
+    assert not ji.memory_plan(shape, gpu_memory="24GiB", quantize="int4", batch=17, context=4096).fits
+    small = ji.memory_plan(shape, gpu_memory="12GiB", batch=1, context=128)
+    assert not small.fits
+    assert small.largest_batch is None
+    assert small.longest_context is None
+    assert "does not fit" in str(small)
+
+
+def test_the_peak_is_the_sum_of_what_is_there_at_once():
+    plan = ji.memory_plan(SHAPES / "llama-3-8b", gpu_memory="80GiB", batch=4, context=4096)
+    running = plan.logits + max(plan.prefill, plan.decode)
+    assert plan.peak == plan.total_weights + plan.kv_cache + max(running, plan.compiling)
+    assert sum(size for _, size in plan.items()) == plan.peak
+    # 8.03 billion weights in bfloat16, of which the norms, in float32, are 266,240.
+    assert plan.total_weights == 2 * 8_030_261_248 + 2 * 266_240
+    # 4 rows of 256 pages and the scratch page, 16 tokens each, 128 KiB a token.
+    assert plan.kv_cache == (1 + 4 * 256) * 16 * 131_072
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * GIB), ("80 GB", 80 * 10**9), (1000, 1000), ("1.5gib", 3 * GIB // 2)]
+)
+def test_amounts_of_memory(text: str | int, size: int):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu_memory": "much"}, "'much' is no amount of memory; write it as 24GiB"),
+        ({"gpu_memory": 0}, "is no amount of memory"),
+        ({"gpu_memory": "8GiB", "compile": True}, "compile asks the compiler for this process's device"),
+        ({"context": 10**9}, "context=1000000000; expected 1 to"),
+        ({"batch": 0}, "batch=0; expected 1 to"),
+        ({"quantize": "int4", "packed": True}, "pass one of them"),
+        ({"kv_dtype": "int3"}, "kv_dtype='int3'"),
+    ],
+)
+def test_bad_requests_are_refused(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        ji.memory_plan(FAMILIES["llama"].folder, **arguments)
+
+
+# --- How it is shown
+
+
+def test_bars_end_where_the_next_begin():
+    lines = list(text_bars([("weights", 3 * GIB), ("cache", GIB)], 8 * GIB))
+    assert lines == ["weights      3.00 GiB  " + "#" * 15, "cache        1.00 GiB  " + " " * 15 + "#" * 5]
+    over = list(text_bars([("weights", 4 * GIB), ("cache", 4 * GIB)], 6 * GIB))
+    assert over[0] == "weights      4.00 GiB  " + "#" * 20 + " " * 10 + "|"
+
+
+def test_plan_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    folder, picture = str(FAMILIES["llama"].folder), tmp_path / "plan.png"
+    assert jaxinfer.cli.main(["plan", folder, "--context", "64", "--batch", "2", "--chart", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert "KV cache, float32" in shown
+    assert "largest batch" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert jaxinfer.cli.main(["plan", folder, "--context", "64", "--json", "--quantize", "int4"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    expected = ji.memory_plan(folder, context=64, quantize="int4")
+    assert (facts["peak"], facts["weights"], facts["fits"]) == (expected.peak, dict(expected.weights), True)
+    picture_in_a_notebook = expected._repr_png_()
+    assert picture_in_a_notebook is not None
+    assert picture_in_a_notebook.startswith(b"\x89PNG")
+    assert jaxinfer.cli.main(["plan", folder, "--batch", "0"]) == 2
