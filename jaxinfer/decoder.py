@@ -18,6 +18,7 @@ from jaxinfer.layers.embedding import embed, head
 from jaxinfer.layers.linear import Weight, linear, norm_linear
 from jaxinfer.layers.mlp import gated_mlp
 from jaxinfer.layers.norm import rms_norm
+from jaxinfer.layers.paged_chunk import kernel_refusal, paged_chunk_attention
 from jaxinfer.layers.rope import apply_rope, rope_tables
 from jaxinfer.layers.tiered_attention import decode_older, merged, prefill_older
 from jaxinfer.tiers import KVCache, LayerPages, PageTable, layer_pages, with_store
@@ -200,8 +201,11 @@ def attend(
     keys, values = store.keys[pages.place], store.values[pages.place]
     key_scales, value_scales = store.scales(pages.place)
     if tokens.stage == "prefill":
+        arguments = ((keys, values), (key_scales, value_scales), positions, page_table)
+        if kernel_refusal(q, [keys, *(tier.pools[0] for tier in pages.older)]) is None:
+            options = {"scale": scale, "softcap": softcap}
+            return paged_chunk_attention(q, *arguments, **options, window=window, older=pages.older)
         if cudnn_refusal(q, softcap) is None:
-            arguments = ((keys, values), (key_scales, value_scales), positions, page_table)
             if window is None or window >= page_table.shape[1] * store.page_size:
                 return chunk_attention(q, k, v, *arguments, scale=scale, older=pages.older)
             if window <= WIDEST_WINDOW * q.shape[1]:
