@@ -15,6 +15,7 @@ from benchmarks.harness import RESULTS, ROOT, Recorder
 FILES = (
     "test_decode_attention.py",
     "test_int4_matmul.py",
+    "test_int4_fused.py",
     "test_paged_attention.py",
     "test_int4_triton.py",
     "test_paged_attention_triton.py",

@@ -26,7 +26,7 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks import kernels_triton
 from benchmarks.harness import RESULTS, Recorder, read_rate
 from pallas_kernels.int4_matmul import PackedInt4, dequantize, mosaic, tuning
-from pallas_kernels.int4_matmul.operands import load_tokens
+from pallas_kernels.int4_matmul.operands import Tokens
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Stream
 
@@ -129,7 +129,7 @@ def read(w: Any, plan: Plan, a: mosaic.Arguments, slice_: Any, block: Any, *, wi
     """One warp's part of a kernel that fetches the weights as `mosaic.multiply` does, and only adds up their bits."""
     stream = Stream(w, plan, a.weights, slice_, block)
     zero, total = w.integer(0), w.integer(0)
-    tokens = load_tokens(w, plan, a.x, stream.first_tile) if with_x else []
+    tokens = Tokens(w, plan, a.x, None, stream.first_tile).words() if with_x else []
     w.warp_barrier()
     for d in range(plan.schedule.depth):
         stream.start(w.integer(d), w.integer(d * plan.slot_bytes))

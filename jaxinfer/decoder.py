@@ -15,8 +15,8 @@ from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.layers.attention import cudnn_refusal, prefill_attention, self_attention
 from jaxinfer.layers.chunk_attention import WIDEST_WINDOW, chunk_attention, windowed_chunk_attention
 from jaxinfer.layers.embedding import embed, head
-from jaxinfer.layers.linear import Weight, linear, norm_linear
-from jaxinfer.layers.mlp import gated_mlp
+from jaxinfer.layers.linear import Weight, add_linear, linear, norm_linear
+from jaxinfer.layers.mlp import gated_hidden
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.paged_chunk import kernel_refusal, paged_chunk_attention
 from jaxinfer.layers.rope import apply_rope, rope_tables
@@ -87,7 +87,7 @@ def attention_block[Cache: KVCache](
     tokens: Tokens,
     config: ModelConfig,
 ) -> tuple[Float[Array, "batch tokens hidden"], Cache | None]:
-    """Normalises, projects, rotates, appends to the cache, attends, projects back."""
+    """Normalises, projects, rotates, appends to the cache, attends: the heads' results, side by side."""
     batch, length, _ = x.shape
     layer_config = config.layers[layer]
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -99,7 +99,7 @@ def attention_block[Cache: KVCache](
     if pages is not None and tokens.stage == "decode" and length == 1 and config.qk_norm != "full":
         out, store = decode_one(params, qkv[:, 0], pages, layer_config, tokens, config)
         assert cache is not None
-        return linear(out[:, None], params.o, params.o_bias), with_store(cache, layer, store)
+        return out[:, None], with_store(cache, layer, store)
     q, k, v = jnp.split(qkv, [q_size, q_size + kv_size], axis=-1)
     if config.qk_norm == "full":
         assert params.q_norm is not None and params.k_norm is not None
@@ -113,7 +113,7 @@ def attention_block[Cache: KVCache](
         k, v = kv_cache.as_stored(store, k), kv_cache.as_stored(store, v)
         pages, cache = dataclasses.replace(pages, store=store), with_store(cache, layer, store)
     out = attend(q, k, v, pages, layer_config, tokens, config)
-    return linear(out.reshape(batch, length, q_size), params.o, params.o_bias), cache
+    return out.reshape(batch, length, q_size), cache
 
 
 def rotated_heads(
@@ -234,13 +234,18 @@ def attend(
     return merged([newest, *older]).astype(q.dtype)
 
 
-def add_residual(
+def add_branch(
     x: Float[Array, "batch tokens hidden"],
-    branch: Float[Array, "batch tokens hidden"],
+    out: Float[Array, "batch tokens features"],
+    weight: Weight,
+    bias: Float[Array, " hidden"] | None,
     post_norm: Float[Array, " hidden"] | None,
     config: ModelConfig,
 ) -> Float[Array, "batch tokens hidden"]:
-    """x + multiplier * norm(branch); norm and multiplier only where the family has them."""
+    """x + multiplier * norm(linear(out)); norm and multiplier only where the family has them."""
+    if bias is None and post_norm is None and config.residual_multiplier == 1.0:
+        return add_linear(x, out, weight)
+    branch = linear(out, weight, bias)
     if post_norm is not None:
         branch = rms_norm(branch, post_norm, config.norm_eps)
     if config.residual_multiplier != 1.0:
@@ -258,20 +263,13 @@ def decoder_layer[Cache: KVCache](
 ) -> tuple[Float[Array, "batch tokens hidden"], Cache | None]:
     """One layer: attention and MLP, each with the norms its family has before and after."""
     with jax.named_scope("attention"):
-        branch, cache = attention_block(params, x, cache, layer, tokens, config)
-        x = add_residual(x, branch, params.attn_post_norm, config)
+        heads, cache = attention_block(params, x, cache, layer, tokens, config)
+        x = add_branch(x, heads, params.o, params.o_bias, params.attn_post_norm, config)
     with jax.named_scope("mlp"):
-        branch = gated_mlp(
-            x,
-            params.mlp_norm,
-            config.norm_eps,
-            params.gate_up,
-            params.gate_up_bias,
-            params.down,
-            params.down_bias,
-            config.activation,
+        hidden = gated_hidden(
+            x, params.mlp_norm, config.norm_eps, params.gate_up, params.gate_up_bias, config.activation
         )
-        return add_residual(x, branch, params.mlp_post_norm, config), cache
+        return add_branch(x, hidden, params.down, params.down_bias, params.mlp_post_norm, config), cache
 
 
 def forward[Cache: KVCache](

@@ -10,7 +10,7 @@ from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
 from pallas_kernels.int4_matmul import mosaic
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.plan import Plan, Schedule
+from pallas_kernels.int4_matmul.plan import PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Weights
 
 DTYPES = {
@@ -142,6 +142,26 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
         keep = np.ones(32, bool) if predicate is None else predicate
         return super().load_words(ref, offset + constant, count, keep)
 
+    def load_four(
+        self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray | None, constant: int = 0
+    ) -> tuple[np.ndarray, ...]:
+        keep = np.ones(32, bool) if predicate is None else predicate
+        assert ref.dtype == np.float32 and ((offset + constant) % 4 == 0).all(), "unaligned read"
+        places = np.where(keep, offset + constant, 0)
+        assert (places + 3 < ref.size).all(), "read outside the array"
+        return tuple(np.where(keep, ref[places + i], np.float32(0)) for i in range(4))
+
+    def load_number(self, ref: np.ndarray, offset: np.ndarray, dtype: str, predicate: np.ndarray) -> np.ndarray:
+        assert ref.dtype == DTYPES[dtype] and (offset[predicate] < ref.size).all()
+        return np.where(predicate, ref[np.where(predicate, offset, 0)].astype(np.float32), np.float32(0))
+
+    def numbers_of(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
+        return self.unpack_bf16(word)
+
+    def sigmoid(self, x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return np.float32(1) / (np.float32(1) + np.exp(-x))
+
     def shared_words(self, address: np.ndarray, constant: int = 0) -> tuple[np.ndarray, ...]:
         address = address + constant
         assert (address % 16 == 0).all(), "unaligned shared read"
@@ -179,21 +199,32 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
         ref[where] = value[predicate].astype(DTYPES[dtype])
 
 
-def simulate(x: np.ndarray, weight: Packed, schedule: Schedule, out_dtype: str = "float32") -> np.ndarray:
-    """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
-    plan = Plan.of(x.shape[0], weight, schedule)
-    out = np.full(plan.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
+def simulate(
+    x: np.ndarray,
+    weight: Packed,
+    schedule: Schedule,
+    out_dtype: str = "float32",
+    *,
+    fusion: Fusion = PLAIN,
+    norm: np.ndarray | None = None,
+    residual: np.ndarray | None = None,
+) -> np.ndarray:
+    """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, results]."""
+    plan = Plan.of(x.shape[0], weight, schedule, fusion)
+    out = np.full(plan.slices * plan.rows * plan.results, np.nan, DTYPES[out_dtype])
     arguments = mosaic.arguments_of(
         weight,
         weights=flat_weights(weight),
         x=np.ascontiguousarray(x).reshape(-1).view(np.uint8),
+        norm=norm,
+        residual=None if residual is None else residual.reshape(-1),
         out=out,
         out_dtype=out_dtype,
     )
     for slice_ in range(plan.slices):
         for block in range(plan.blocks_per_slice):
             _run_block(plan, arguments, slice_, block)
-    return out.reshape(plan.slices, plan.rows, plan.out_features)
+    return out.reshape(plan.slices, plan.rows, plan.results)
 
 
 def flat_weights(weight: Packed) -> Weights:

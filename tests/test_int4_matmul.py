@@ -23,7 +23,7 @@ from pallas_kernels.int4_matmul import (
     tuning,
     wide_tuning,
 )
-from pallas_kernels.int4_matmul.plan import Schedule
+from pallas_kernels.int4_matmul.plan import PLAIN, Fusion, Plan, Schedule
 
 BF16 = ml_dtypes.bfloat16
 ROWS, OUT, IN, GROUPS = (1, 2, 7, 16, 17), (8, 32, 72, 96, 192, 576, 1440), (64, 192, 576, 1536), (32, 64, 128, -1)
@@ -141,7 +141,7 @@ def test_schedules_lower_for_cuda(schedule: Schedule) -> None:
     lower(8, 256, 1024, 128, "zero_point", schedule)
 
 
-def lower(rows, out_features, in_features, group_size, kind, schedule) -> None:
+def lower(rows, out_features, in_features, group_size, kind, schedule, fusion: Fusion = PLAIN) -> None:
     weight = jax.eval_shape(lambda: to_mosaic(jax.tree.map(jnp.asarray, make(64, in_features, group_size, kind)[0])))
     strips = -(-out_features // 16)
     codes, scales, offsets = (
@@ -153,13 +153,17 @@ def lower(rows, out_features, in_features, group_size, kind, schedule) -> None:
     x = jax.ShapeDtypeStruct((rows, in_features), jnp.bfloat16)
 
     if schedule is None:
-        schedule = tuning.plan_for(rows, weight).schedule
+        schedule = tuning.plan_for(rows, weight, fusion=fusion).schedule
+    results = Plan.of(rows, weight, schedule, fusion).results
+    norm = None if fusion.norm_eps is None else jax.ShapeDtypeStruct((in_features,), jnp.float32)
+    residual = jax.ShapeDtypeStruct((rows, results), jnp.bfloat16) if fusion.residual else None
 
-    def product(x, w):
-        return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=jnp.dtype(jnp.bfloat16))
+    def product(x, w, norm, residual):
+        options = {"schedule": schedule, "out_dtype": jnp.dtype(jnp.bfloat16), "fusion": fusion}
+        return mosaic.int4_matmul(x, w, norm, residual, **options)
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        lowered = jax.jit(product).trace(x, weight).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(product).trace(x, weight, norm, residual).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs, Weight
-from pallas_kernels.int4_matmul import PackedInt4, int4_matmul
+from pallas_kernels.int4_matmul import PackedInt4, fused_refusal, int4_matmul, int4_matmul_fused
 
 
 def linear(
@@ -51,11 +51,14 @@ def norm_linear(
 ) -> Float[Array, "*batch out_features"]:
     """`linear` of the RMS-normalised x, or of x itself where the family has no norm here.
 
-    For one row on a GPU the scale, one number, is applied to the sums instead: the normalised row is never written,
-    which is a kernel less where a kernel takes little more than its launch.
+    The INT4 kernel for few rows normalises x itself. For one row of other weights on a GPU the scale, one number, is
+    applied to the sums instead: the normalised row is never written, which is a kernel less where a kernel takes little
+    more than its launch.
     """
     if norm is None:
         return linear(x, weight, bias)
+    if isinstance(weight, PackedInt4) and bias is None and fused_refusal(x, weight, norm_eps=eps) is None:
+        return int4_matmul_fused(x, weight, norm=norm, norm_eps=eps)
     if not _one_row(x):
         return linear(rms_norm(x, norm, eps), weight, bias)
     x32 = x.astype(jnp.float32).reshape(-1)
@@ -69,6 +72,15 @@ def norm_linear(
     if bias is not None:
         y = y + bias.astype(y.dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def add_linear(
+    residual: Float[Array, "*batch out_features"], x: Float[Array, "*batch in_features"], weight: Weight
+) -> Float[Array, "*batch out_features"]:
+    """residual + `linear`(x, weight): the INT4 kernel for few rows adds it itself."""
+    if isinstance(weight, PackedInt4) and fused_refusal(x, weight, residual=True) is None:
+        return int4_matmul_fused(x, weight, residual=residual)
+    return residual + linear(x, weight)
 
 
 def _one_row(x: jax.Array) -> bool:

@@ -1,10 +1,11 @@
-"""The gated feed-forward block: down(act(gate(x)) * up(x))."""
+"""The gated half of the feed-forward block: act(gate(x)) * up(x)."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxinfer.layers.linear import Weight, linear, norm_linear
+from jaxinfer.layers.linear import Weight, norm_linear
+from pallas_kernels.int4_matmul import PackedInt4, fused_refusal, int4_matmul_fused
 
 
 def activate(gate: Float[Array, "*shape"], activation: str) -> Float[Array, "*shape"]:
@@ -22,16 +23,21 @@ def activate(gate: Float[Array, "*shape"], activation: str) -> Float[Array, "*sh
     return result.astype(gate.dtype)
 
 
-def gated_mlp(
+def gated_hidden(
     x: Float[Array, "*batch hidden"],
     norm: Float[Array, " hidden"] | None,
     eps: float,
     gate_up: Weight,
     gate_up_bias: Float[Array, " two_intermediate"] | None,
-    down: Weight,
-    down_bias: Float[Array, " hidden"] | None,
     activation: str,
-) -> Float[Array, "*batch hidden"]:
-    """The block on the RMS-normalised x. `gate_up` holds the gate rows, then the up rows: one product, not two."""
+) -> Float[Array, "*batch intermediate"]:
+    """act(gate(x)) * up(x) of the RMS-normalised x, which the down projection takes.
+
+    `gate_up` holds the gate rows, then the up rows: one product, not two.
+    """
+    if isinstance(gate_up, PackedInt4) and gate_up_bias is None and activation == "silu":
+        norm_eps = None if norm is None else eps
+        if fused_refusal(x, gate_up, norm_eps=norm_eps, gated=True) is None:
+            return int4_matmul_fused(x, gate_up, norm=norm, norm_eps=eps, gated=True)
     gate, up = jnp.split(norm_linear(x, norm, eps, gate_up, gate_up_bias), 2, axis=-1)
-    return linear(activate(gate, activation) * up, down, down_bias)
+    return activate(gate, activation) * up

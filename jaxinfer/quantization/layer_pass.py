@@ -1,6 +1,5 @@
 """A layer as calibration sees it: what its projections are given, and what it passes on. Everything in float32."""
 
-import dataclasses
 import functools
 import math
 import typing
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.decoder import LayerParams, Tokens, add_residual, attention_block, decoder_layer
-from jaxinfer.layers.linear import linear, norm_linear
+from jaxinfer.decoder import LayerParams, Tokens, add_branch, attention_block, decoder_layer
+from jaxinfer.layers.linear import norm_linear
 from jaxinfer.layers.mlp import activate
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.rope import rope_tables
@@ -53,11 +52,8 @@ def summed_moments(
 ) -> InputMoments:
     """Sums over the tokens of x, of what the layer's projections are given. All weights are arrays."""
     with jax.default_matmul_precision(PRECISION):
-        width = layer.o.shape[1]
-        # With an identity in place of o, the block returns what o would have been given.
-        bare = dataclasses.replace(layer, o=jnp.eye(width, dtype=x.dtype), o_bias=None)
-        heads, _ = attention_block(bare, x, None, index, _whole_rows(x, config, index), config)
-        after = add_residual(x, linear(heads, layer.o, layer.o_bias), layer.attn_post_norm, config)
+        heads, _ = attention_block(layer, x, None, index, _whole_rows(x, config, index), config)
+        after = add_branch(x, heads, layer.o, layer.o_bias, layer.attn_post_norm, config)
         fused = norm_linear(after, layer.mlp_norm, config.norm_eps, layer.gate_up, layer.gate_up_bias)
         gate, up = jnp.split(fused, 2, axis=-1)
 

@@ -1,17 +1,24 @@
-"""Matrix product with weights of 4 bits."""
+"""Matrix product with packed weights of 4 or 8 bits."""
 
-from pallas_kernels.int4_matmul.api import int4_matmul, to_kernel_layout
+from pallas_kernels.int4_matmul.api import fused_refusal, int4_matmul, int4_matmul_fused, to_kernel_layout
 from pallas_kernels.int4_matmul.packing import PackedInt4, from_codes, to_canonical, to_mosaic, to_triton, unpack_codes
+from pallas_kernels.int4_matmul.packing_int8 import PackedInt8, from_int8_codes, int8_to_mosaic, unpack_int8_codes
 from pallas_kernels.int4_matmul.reference import dequantize
 
 __all__ = [
     "PackedInt4",
+    "PackedInt8",
     "dequantize",
     "from_codes",
+    "from_int8_codes",
+    "fused_refusal",
     "int4_matmul",
+    "int4_matmul_fused",
+    "int8_to_mosaic",
     "to_canonical",
     "to_kernel_layout",
     "to_mosaic",
     "to_triton",
     "unpack_codes",
+    "unpack_int8_codes",
 ]

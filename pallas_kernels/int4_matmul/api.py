@@ -1,4 +1,4 @@
-"""The INT4 matrix product: validates, picks a backend, says why."""
+"""The matrix product with packed weights of 4 or 8 bits: validates, picks a backend, says why."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import dispatch
 from pallas_kernels.int4_matmul import (
@@ -19,8 +19,9 @@ from pallas_kernels.int4_matmul import (
     wide_dequantize,
     wide_tuning,
 )
-from pallas_kernels.int4_matmul.packing import PackedInt4, to_mosaic, to_triton
-from pallas_kernels.int4_matmul.plan import PART
+from pallas_kernels.int4_matmul.packing import STRIP, PackedInt4, to_mosaic, to_triton
+from pallas_kernels.int4_matmul.packing_int8 import Packed, PackedInt8, int8_to_mosaic
+from pallas_kernels.int4_matmul.plan import PART, Fusion, Plan
 
 Backend = Literal["mosaic", "triton", "reference"]
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -29,7 +30,7 @@ FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 @overload
 def int4_matmul(
     x: jax.Array,
-    w: PackedInt4,
+    w: Packed,
     *,
     out_dtype: DTypeLike | None = None,
     backend: Backend | None = None,
@@ -38,7 +39,7 @@ def int4_matmul(
 @overload
 def int4_matmul(
     x: jax.Array,
-    w: PackedInt4,
+    w: Packed,
     *,
     out_dtype: DTypeLike | None = None,
     backend: Backend | None = None,
@@ -46,7 +47,7 @@ def int4_matmul(
 ) -> list[dispatch.Choice]: ...
 def int4_matmul(
     x: Float[Array, "*rows in_features"],
-    w: PackedInt4,
+    w: Packed,
     *,
     out_dtype: DTypeLike | None = None,
     backend: Backend | None = None,
@@ -56,8 +57,8 @@ def int4_matmul(
 
     Args:
       x: activations, any number of leading dimensions.
-      w: a weight [out_features, in_features]. Each kernel reads its own layout (see `to_kernel_layout`), the reference
-        any.
+      w: a weight [out_features, in_features] of 4 bits, or of 8 (`PackedInt8`), which Triton's kernels do not take.
+        Each kernel reads its own layout (see `to_kernel_layout`), the reference any.
       out_dtype: by default x's dtype. Sums are float32 in any case.
       backend: forces one; else the environment variable JAXINFER_KERNELS, else the first that supports the call.
         "mosaic" is Hopper's: a fused kernel for few rows, another for many, which rounds the weights to bfloat16, and
@@ -83,7 +84,82 @@ def int4_matmul(
     return product(x.reshape(rows, in_features), w, out_dtype=dtype).reshape(*x.shape[:-1], out_features)
 
 
-def to_kernel_layout(weight: PackedInt4) -> PackedInt4:
+def int4_matmul_fused(
+    x: Float[Array, "*rows in_features"],
+    w: Packed,
+    *,
+    norm: Float32[Array, " in_features"] | None = None,
+    norm_eps: float = 1e-6,
+    gated: bool = False,
+    residual: Float[Array, "*rows out_features"] | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, "*rows results"]:
+    """`int4_matmul` with what surrounds it in a decoder layer, in one kernel where `fused_refusal` is None.
+
+    Args:
+      x, w, backend: as in `int4_matmul`.
+      norm: weights of an RMS norm that x goes through first, with `norm_eps`.
+      gated: the first half of the weight's outputs is a gate, and the result silu(gate) * second half.
+      residual: is added to the result.
+
+    Returns:
+      [*rows, out_features], or half as many where `gated`, in x's dtype. In the kernel everything between x and the
+      result is float32, but x times the norm's weights, which is rounded to bfloat16.
+    """
+    rows, in_features = math.prod(x.shape[:-1]), x.shape[-1]
+    fusion = Fusion(None if norm is None else norm_eps, gated, residual is not None)
+    if fused_refusal(x, w, norm_eps=fusion.norm_eps, gated=gated, residual=fusion.residual, backend=backend) is None:
+        plan = _fused_plan(rows, w, fusion)
+        flat = None if residual is None else residual.reshape(rows, -1)
+        out = mosaic.int4_matmul(
+            x.reshape(rows, in_features), w, norm, flat, schedule=plan.schedule, out_dtype=x.dtype, fusion=fusion
+        )
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+    x32 = x.astype(jnp.float32)
+    if norm is not None:
+        root = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(norm_eps))
+        x32 = x32 * root * jnp.expand_dims(norm, tuple(range(x.ndim - 1)))
+    out = int4_matmul(x32.astype(x.dtype), w, out_dtype=jnp.float32, backend=backend)
+    if gated:
+        gate, other = jnp.split(out, 2, axis=-1)
+        out = jax.nn.silu(gate) * other
+    if residual is not None:
+        out = out + residual.astype(jnp.float32)
+    return out.astype(x.dtype)
+
+
+def fused_refusal(
+    x: Float[Array, "*rows in_features"],
+    w: Packed,
+    *,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: bool = False,
+    backend: Backend | None = None,
+) -> str | None:
+    """Why no kernel does such a product with its surroundings in one; None if one does."""
+    rows = math.prod(x.shape[:-1])
+    choices = dispatch.choose("int4_matmul", _refusals(rows, x.dtype, jnp.dtype(x.dtype), w), backend)
+    for choice in choices:
+        if choice.taken and choice.backend != "mosaic":
+            return f"the {choice.backend} backend has no fused product"
+    if rows >= wide_tuning.WIDE_ROWS:
+        return f"it is for fewer than {wide_tuning.WIDE_ROWS} rows"
+    if gated and w.shape[0] % (2 * STRIP):
+        return f"gate and other half need a multiple of {STRIP} outputs each, not {w.shape[0]} together"
+    slices = _fused_plan(rows, w, Fusion(norm_eps, gated, residual)).slices
+    return f"{w.shape[1]} inputs are more than a block has" if slices > 1 else None
+
+
+def _fused_plan(rows: int, w: Packed, fusion: Fusion) -> Plan:
+    return tuning.plan_for(rows, w, jax.devices()[0].device_kind, fusion)
+
+
+@overload
+def to_kernel_layout(weight: PackedInt4) -> PackedInt4: ...
+@overload
+def to_kernel_layout(weight: PackedInt8) -> PackedInt8: ...
+def to_kernel_layout(weight: Packed) -> Packed:
     """Repacks a canonical weight for the kernel that will read it in this process; for the reference it stays as it is.
 
     Raises:
@@ -95,28 +171,35 @@ def to_kernel_layout(weight: PackedInt4) -> PackedInt4:
         refusals[layout] = _refusals(1, jnp.bfloat16, jnp.bfloat16, repacked)[layout]
     choices = dispatch.choose("int4_matmul", refusals | {"reference": None})
     chosen = next(choice.backend for choice in choices if choice.taken)
+    if isinstance(weight, PackedInt8):
+        return int8_to_mosaic(weight) if chosen == "mosaic" else weight
     return {"mosaic": to_mosaic, "triton": to_triton}.get(chosen, lambda w: w)(weight)
 
 
-def _refusals(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedInt4) -> dict[str, str | None]:
+def _refusals(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed) -> dict[str, str | None]:
     """Each backend's reason not to take a call, in order of preference."""
     return {
         "mosaic": mosaic_refusal(rows, dtype, out_dtype, w),
-        "triton": triton_matmul.refusal(rows, dtype, out_dtype, w),
+        "triton": triton_refusal(rows, dtype, out_dtype, w),
         "reference": None,
     }
 
 
-def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedInt4) -> str | None:
+def triton_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed) -> str | None:
+    """Why the Triton kernels do not take this call; None if they do."""
+    if isinstance(w, PackedInt8):
+        return "it reads codes of 4 bits, not of 8"
+    return triton_matmul.refusal(rows, dtype, out_dtype, w)
+
+
+def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed) -> str | None:
     """Why the Mosaic kernel does not take this call; None if it does."""
     if dtype != jnp.bfloat16:
         return f"it needs bfloat16 activations, not {jnp.dtype(dtype)}"
     if rows < 1:
         return "it takes one row or more, not none"
     if w.layout != "mosaic":
-        return f"it reads weights of the mosaic layout, not {w.layout}; repack with to_mosaic once, at load"
-    if w.kind == "code_book":
-        return "it has no code books"
+        return f"it reads weights of the mosaic layout, not {w.layout}; repack with to_kernel_layout once, at load"
     if w.num_groups > 1 and w.group_size not in (16, 32, 64) and w.group_size % PART:
         return f"it takes groups of 16, 32, 64 or a multiple of {PART}, or one group, not {w.group_size}"
     if w.shape[1] % 8:
@@ -129,7 +212,7 @@ def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedI
     return dispatch.hopper_refusal()
 
 
-def _mosaic(x: jax.Array, w: PackedInt4, *, out_dtype: jnp.dtype) -> jax.Array:
+def _mosaic(x: jax.Array, w: Packed, *, out_dtype: jnp.dtype) -> jax.Array:
     rows, device_kind = x.shape[0], jax.devices()[0].device_kind
     if rows < wide_tuning.WIDE_ROWS:
         schedule = tuning.plan_for(rows, w, device_kind).schedule

@@ -28,17 +28,17 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_matmul.book import Book
-from pallas_kernels.int4_matmul.operands import Digits, Halves, bias_of
+from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens, bias_of
 from pallas_kernels.int4_matmul.packing import STRIP, Kind
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan, Schedule
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES, PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.warp import Int4Warp
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The kernel's arrays in global memory; `out` is [slices, rows, out_features]."""
+    """The kernel's arrays in global memory; `out` is [slices, rows, results]."""
 
     weights: Weights
     x: Any
@@ -48,6 +48,8 @@ class Arguments:
     out_dtype: str
     kind: Kind
     bits: int
+    norm: Any = None
+    residual: Any = None
 
 
 def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
@@ -57,7 +59,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
     stream = Stream(w, plan, a.weights, slice_, block)
     # x first: it waits for all weights that were asked for before it.
-    x = (Digits if schedule.digits else Halves)(w, plan, a.x, stream.first_tile)
+    x = (Digits if schedule.digits else Halves)(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
     w.warp_barrier()  # ptxas would move the loads of x to where it is used, behind all weights
     for d in range(schedule.depth):
         stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
@@ -97,7 +99,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
         def add() -> None:
             w.block_barrier()
-            store(stream.first_strip + following - done, done, buffer)
+            store(stream.first_strip + (following - done) // plan.strip_parts, done, buffer)
 
         w.when(full, add)
         return (
@@ -126,20 +128,38 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
         return scale, w.shared_pair(base + group * (2 * plan.offset_bytes), a.offset_dtype, place)
 
     def store(first_strip: Any, strips: Any, buffer: Any) -> None:
-        """Adds the warps' sums of some strips, in order, and writes them."""
-        for base in range(0, schedule.strips * plan.rows * STRIP, plan.threads):
+        """Adds the warps' sums of some strips, in order, and writes what becomes of them."""
+        for base in range(0, schedule.strips // plan.strip_parts * plan.rows * STRIP, plan.threads):
             index = w.thread + base
             row, token, strip = index % STRIP, index // STRIP % plan.rows, index // (STRIP * plan.rows)
             feature = (first_strip + strip) * STRIP + row
-            inside = (strip < strips) & (feature < plan.out_features)
-            address = strip * plan.strip_bytes + token * plan.token_bytes + row * 4
+            inside = (strip * plan.strip_parts < strips) & (feature < plan.results)
+            address = strip * (plan.strip_parts * plan.strip_bytes) + token * plan.token_bytes + row * 4
             address = w.select(inside, buffer + address, zero)
-            total = w.shared_number(address, plan.sums_start)
-            for other in range(1, schedule.warps):
-                total = total + w.shared_number(address, plan.sums_start + other * plan.sums_bytes)
-            w.store_number(
-                a.out, (slice_ * plan.rows + token) * plan.out_features + feature, total, a.out_dtype, inside
-            )
+            totals = [total_of(address, plan.sums_start + part * plan.strip_bytes) for part in range(plan.strip_parts)]
+            if plan.fusion.norm_eps is not None:
+                root = inverse_root(token, plan.fusion.norm_eps)
+                totals = [total * root for total in totals]
+            total = totals[0]
+            if plan.fusion.gated:
+                total = total * w.sigmoid(total) * totals[1]
+            place = (slice_ * plan.rows + token) * plan.results + feature
+            if plan.fusion.residual:
+                total = total + w.load_number(a.residual, place, a.out_dtype, inside)
+            w.store_number(a.out, place, total, a.out_dtype, inside)
+
+    def total_of(address: Any, start: int) -> Any:
+        total = w.shared_number(address, start)
+        for other in range(1, schedule.warps):
+            total = total + w.shared_number(address, start + other * plan.sums_bytes)
+        return total
+
+    def inverse_root(token: Any, eps: float) -> Any:
+        """Of the mean square of a token's x."""
+        total = w.shared_number(token * 4, plan.squares_start)
+        for other in range(1, schedule.warps):
+            total = total + w.shared_number(token * 4, plan.squares_start + other * plan.squares_bytes)
+        return w.rsqrt(total * (1.0 / plan.in_features) + eps)
 
     next_slot, end = w.integer(schedule.depth * plan.slot_bytes), at_most(w.integer(schedule.strips))
     w.loop(stream.count, (zero, next_slot, zero, zero, end), turn)
@@ -158,10 +178,23 @@ def arguments_of(weight: Packed, *, out_dtype: str, **arrays: Any) -> Arguments:
 
 
 # Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.
-@functools.partial(jax.jit, static_argnames=("schedule", "out_dtype"))
-def int4_matmul(x: jax.Array, weight: Packed, *, schedule: Schedule, out_dtype: jnp.dtype) -> jax.Array:
-    """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features]."""
-    partial = partial_sums(x, weight, schedule=schedule, out_dtype=out_dtype)
+@functools.partial(jax.jit, static_argnames=("schedule", "out_dtype", "fusion"))
+def int4_matmul(
+    x: jax.Array,
+    weight: Packed,
+    norm: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    schedule: Schedule,
+    out_dtype: jnp.dtype,
+    fusion: Fusion = PLAIN,
+) -> jax.Array:
+    """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, results].
+
+    `norm` float32 [in_features] and `residual` [rows, results] in `out_dtype` are given where `fusion` has them.
+    """
+    arrays = [array for array in (norm, residual) if array is not None]
+    partial = partial_sums(x, weight, *arrays, schedule=schedule, out_dtype=out_dtype, fusion=fusion)
     # Written as a chain of additions, XLA makes it part of the next elementwise operation.
     return functools.reduce(operator.add, list(partial)).astype(out_dtype)
 
@@ -169,35 +202,50 @@ def int4_matmul(x: jax.Array, weight: Packed, *, schedule: Schedule, out_dtype: 
 def partial_sums(
     x: jax.Array,
     weight: Packed,
-    *,
+    *arrays: jax.Array,
     schedule: Schedule,
     out_dtype: jnp.dtype,
+    fusion: Fusion = PLAIN,
     program: Callable[[Any, Plan, Arguments, Any, Any], None] = multiply,
 ) -> jax.Array:
-    """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice.
+    """The same before the last addition: [slices, rows, results], float32 unless there is only one slice.
 
     `program` is what each warp does; benchmarks pass one that reads the weights and nothing else.
     """
-    plan = Plan.of(x.shape[0], weight, schedule)
+    plan = Plan.of(x.shape[0], weight, schedule, fusion)
+    if fusion != PLAIN and plan.slices > 1:
+        raise ValueError(f"a fused product needs all inputs in one block, not {plan.slices} slices of them")
     dtype = jnp.dtype(jnp.float32) if plan.slices > 1 else jnp.dtype(out_dtype)
-    operands = [*arrays_of(weight), x]
+    operands = [*arrays_of(weight), *arrays, x]
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
-            *arrays, x_ref, out, shared, slice_, block = values
-            arguments = arguments_of(weight, weights=Weights.of(weight, arrays), x=x_ref, out=out, out_dtype=str(dtype))
+            *given, x_ref, out, shared, slice_, block = values
+            rest = given[len(given) - len(arrays) :]
+            arguments = arguments_of(
+                weight,
+                weights=Weights.of(weight, given[: len(given) - len(arrays)]),
+                x=x_ref,
+                norm=None if fusion.norm_eps is None else rest[0],
+                residual=rest[-1] if fusion.residual else None,
+                out=out,
+                out_dtype=str(dtype),
+            )
             w = Int4Warp(shared)
             program(w, plan, arguments, w.scalar(slice_), w.scalar(block))
 
+        # The next kernel may be brought onto the card: it waits for this one's end, as this one for the last one's.
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
         emit(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
 
     threads = {"num_threads": schedule.warps // 4, "thread_name": "warpgroup"} if schedule.warps > 4 else {}
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((plan.slices, plan.rows, plan.out_features), dtype),
+        out_type=jax.ShapeDtypeStruct((plan.slices, plan.rows, plan.results), dtype),
         grid=(plan.slices, plan.blocks_per_slice),
         grid_names=("slice", "block"),
         scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],

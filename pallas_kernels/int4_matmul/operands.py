@@ -32,16 +32,16 @@ type Sums = Sequence[Sequence[Any]]
 class Halves:
     """x in bfloat16."""
 
-    def __init__(self, w: Any, plan: Plan, x: Any, first_tile: Any):
+    def __init__(self, w: Any, plan: Plan, tokens: "Tokens"):
         self.w, self.plan = w, plan
         self.code_bias = 128.0 if plan.bits == 4 else -128.0
         self._book: Book | None = None
-        self._words = load_tokens(w, plan, x, first_tile)
+        self._tokens = tokens
         self._segments = segments_of(plan)
 
     def prepare(self, book: Book | None = None) -> None:
         """Sums of x: `of_tokens[segment][token block]` are those of this lane's two tokens."""
-        w, self._book = self.w, book
+        w, self._book, self._words = self.w, book, self._tokens.words()
         self.of_tokens = [
             [total[:2] for total in self._multiplied(segment, lambda t, s: [w.integer(ONES)] * 4)]
             for segment in self._segments
@@ -76,15 +76,15 @@ class Digits:
     Codes of 8 bits are stored less 128, signed: of up to 255 the sums of 128 inputs would not fit.
     """
 
-    def __init__(self, w: Any, plan: Plan, x: Any, first_tile: Any):
+    def __init__(self, w: Any, plan: Plan, tokens: "Tokens"):
         self.w, self.plan = w, plan
         self.code_bias = 0.0 if plan.bits == 4 else -128.0
-        self._words = load_tokens(w, plan, x, first_tile)
+        self._tokens = tokens
         self._segments = segments_of(plan)
 
     def prepare(self, book: Book | None = None) -> None:
         assert book is None, "numbers of a book are no bytes"
-        w = self.w
+        w, self._words = self.w, self._tokens.words()
         largest = [self._largest(b) for b in range(self.plan.token_blocks)]
         factors = [w.factor_to_integers(bits) for bits in largest]
         # [tile][step][token block]: three words of four bytes.
@@ -165,31 +165,67 @@ def bias_of(
     return [w.fma(s, w.number(-code_bias), o) for s, o in zip(scale, offset, strict=True)] if code_bias else offset
 
 
-def load_tokens(w: Any, plan: Plan, x: Any, first_tile: Any) -> list[list[list[Any]]]:
-    """The warp's x, [tile][step][token block], two words a lane in the order of an mma's small operand.
+class Tokens:
+    """The warp's x on its way into registers: asked for at once, normalised when it is needed.
 
     In place of tokens that do not exist it holds the last one again: nobody stores their sums.
     """
-    group, quad, run = w.lane // 4, w.lane % 4, steps_per_run(plan.group_size)
-    column = first_tile * COLUMNS + quad * (4 * run)
-    offsets = []
-    for b in range(plan.token_blocks):
-        row = group + 8 * b
-        if 8 * b + 8 > plan.rows:
-            row = w.select(row < plan.rows, row, w.integer(plan.rows - 1))
-        offsets.append(row * plan.in_features + column)
 
-    def load(first_column: int, b: int) -> list[Any]:
-        """Two words for each step of the run that begins at a column."""
-        inside = column + first_column < plan.in_features if plan.ragged else None
-        words = w.load_words(x, offsets[b], 2 * run, inside, first_column)
-        return [words[2 * i : 2 * i + 2] for i in range(run)]
+    def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any):
+        """`norm`: float32 [in_features], or None."""
+        self.w, self.plan = w, plan
+        self._group, self._quad = w.lane // 4, w.lane % 4
+        self._run = steps_per_run(plan.group_size)
+        self._column = first_tile * COLUMNS + self._quad * (4 * self._run)
+        offsets = []
+        for b in range(plan.token_blocks):
+            row = self._group + 8 * b
+            if 8 * b + 8 > plan.rows:
+                row = w.select(row < plan.rows, row, w.integer(plan.rows - 1))
+            offsets.append(row * plan.in_features + self._column)
+        # [run][token block], two words for each of the run's steps of 16 inputs.
+        self._runs = [
+            [w.load_words(x, offset, 2 * self._run, self._inside(first), first) for offset in offsets]
+            for first in self._first_columns()
+        ]
+        self._norm = None
+        if norm is not None:
+            self._norm = [
+                [w.load_four(norm, self._column, self._inside(first), first + 4 * i) for i in range(self._run)]
+                for first in self._first_columns()
+            ]
 
-    tokens = []
-    for t in range(plan.warp_tiles):
-        steps = []
-        for first_step in range(0, COLUMNS // 16, run):
-            blocks = [load(t * COLUMNS + 16 * first_step, b) for b in range(plan.token_blocks)]
-            steps += [[words[i] for words in blocks] for i in range(run)]
-        tokens.append(steps)
-    return tokens
+    def words(self) -> list[list[list[Any]]]:
+        """[tile][step][token block], two words a lane in the order of an mma's small operand."""
+        runs = self._runs if self._norm is None else self._normalised()
+        steps = [[words[2 * i : 2 * i + 2] for words in blocks] for blocks in runs for i in range(self._run)]
+        per_tile = COLUMNS // 16
+        return [steps[t : t + per_tile] for t in range(0, len(steps), per_tile)]
+
+    def _first_columns(self) -> range:
+        return range(0, self.plan.warp_columns, 16 * self._run)
+
+    def _inside(self, first: int) -> Any:
+        return self._column + first < self.plan.in_features if self.plan.ragged else None
+
+    def _normalised(self) -> list[list[list[Any]]]:
+        """x times the norm's weights, in bfloat16; what it is to be divided by goes to shared memory, squared."""
+        w, plan = self.w, self.plan
+        squares = [w.number(0.0)] * plan.token_blocks
+        runs = []
+        assert self._norm is not None
+        for blocks, weights in zip(self._runs, self._norm, strict=True):
+            flat, scaled = [number for four in weights for number in four], []
+            for b, words in enumerate(blocks):
+                numbers = [number for word in words for number in w.numbers_of(word)]
+                for number in numbers:
+                    squares[b] = w.fma(number, number, squares[b])
+                products = [number * weight for number, weight in zip(numbers, flat, strict=True)]
+                scaled.append([w.pair(*products[i : i + 2]) for i in range(0, len(products), 2)])
+            runs.append(scaled)
+        for b, square in enumerate(squares):
+            for mask in (1, 2):
+                square = square + w.shuffle_xor(square, mask)
+            address = w.warp * plan.squares_bytes + self._group * 4
+            w.shared_store(address, square, self._quad < 1, plan.squares_start + 32 * b)
+        return runs

@@ -116,8 +116,8 @@ def unpack_codes(weight: PackedInt4) -> Any:
     return codes[:out_features, :in_features]
 
 
-def by_row(values: Any, weight: PackedInt4) -> Any:
-    """Scales or offsets of a weight of any layout as [out_features, groups]."""
+def by_row(values: Any, weight: Any) -> Any:
+    """Scales or offsets of a weight of any layout, of 4 or 8 bits, as [out_features, groups]."""
     if weight.layout == "canonical":
         return values
     if weight.layout == "triton":

@@ -32,6 +32,22 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fusion:
+    """What the kernel takes over from its neighbours, for the price of one slice of the inputs.
+
+    norm_eps: x is RMS-normalised first, with this epsilon. gated: the weight is a gate's outputs and as many others,
+    and the result silu(gate) * other. residual: the result is added to an array.
+    """
+
+    norm_eps: float | None = None
+    gated: bool = False
+    residual: bool = False
+
+
+PLAIN = Fusion()
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """One product x[rows, in_features] times a weight [out_features, in_features] under a schedule.
 
@@ -46,14 +62,16 @@ class Plan:
     offset_bytes: int
     bits: int
     schedule: Schedule
+    fusion: Fusion = PLAIN
 
     @classmethod
-    def of(cls, rows: int, weight: Packed, schedule: Schedule) -> "Plan":
+    def of(cls, rows: int, weight: Packed, schedule: Schedule, fusion: Fusion = PLAIN) -> "Plan":
         """The plan of a product of `rows` rows with a weight of the mosaic layout."""
         out_features, in_features = weight.shape
         offset_bytes = 0 if weight.offsets is None else weight.offsets.dtype.itemsize
         scale_bytes = weight.scales.dtype.itemsize
-        return cls(rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, weight.bits, schedule)
+        sizes = (rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, weight.bits)
+        return cls(*sizes, schedule, fusion)
 
     @property
     def threads(self) -> int:
@@ -66,6 +84,20 @@ class Plan:
     @property
     def strips(self) -> int:
         return -(-self.out_features // STRIP)
+
+    @property
+    def strip_parts(self) -> int:
+        """Strips that make one strip of results, which are a half of all strips apart."""
+        return 2 if self.fusion.gated else 1
+
+    @property
+    def result_strips(self) -> int:
+        return self.strips // self.strip_parts
+
+    @property
+    def results(self) -> int:
+        """Numbers of a row of the result."""
+        return self.out_features // self.strip_parts
 
     @property
     def column_tiles(self) -> int:
@@ -99,7 +131,7 @@ class Plan:
 
     @property
     def blocks_per_slice(self) -> int:
-        return max(1, min(self.strips, self.schedule.blocks // self.slices))
+        return max(1, min(self.result_strips, self.schedule.blocks // self.slices))
 
     @property
     def segment(self) -> int:
@@ -163,5 +195,14 @@ class Plan:
         return self.schedule.warps * self.ring_bytes
 
     @property
-    def shared_bytes(self) -> int:
+    def squares_start(self) -> int:
         return self.sums_start + 2 * self.buffer_bytes
+
+    @property
+    def squares_bytes(self) -> int:
+        """One warp's sums of squares of x, of each token of its blocks."""
+        return 0 if self.fusion.norm_eps is None else 32 * self.token_blocks
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.squares_start + self.schedule.warps * self.squares_bytes

@@ -1,14 +1,15 @@
-"""INT4 matrix product in plain jax.numpy: the definition, the test oracle and the CPU path."""
+"""The matrix product with packed weights in plain jax.numpy: the definition, the test oracle and the CPU path."""
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.int4_matmul.packing import PackedInt4, by_row, unpack_codes
+from pallas_kernels.int4_matmul.packing import by_row, unpack_codes
+from pallas_kernels.int4_matmul.packing_int8 import Packed, PackedInt8, unpack_int8_codes
 
 
-def dequantize(weight: PackedInt4, dtype: DTypeLike = jnp.float32) -> Float[Array, "out in"]:
+def dequantize(weight: Packed, dtype: DTypeLike = jnp.float32) -> Float[Array, "out in"]:
     """The weight's values [out_features, in_features], computed in float32 and rounded once to `dtype`."""
     _, in_features = weight.shape
 
@@ -16,11 +17,11 @@ def dequantize(weight: PackedInt4, dtype: DTypeLike = jnp.float32) -> Float[Arra
         values = by_row(jnp.asarray(values), weight)
         return jnp.repeat(values.astype(jnp.float32), weight.group_size, axis=1)[:, :in_features]
 
-    codes = jnp.asarray(unpack_codes(weight))
+    codes = jnp.asarray(unpack_int8_codes(weight) if isinstance(weight, PackedInt8) else unpack_codes(weight))
     scales = spread(weight.scales)
     match weight.kind:
         case "symmetric":
-            values = scales * (codes.astype(jnp.float32) - 8.0)
+            values = scales * (codes.astype(jnp.float32) - 2.0 ** (weight.bits - 1))
         case "zero_point":
             values = scales * (codes.astype(jnp.float32) - spread(weight.offsets))
         case "minimum":
@@ -30,7 +31,7 @@ def dequantize(weight: PackedInt4, dtype: DTypeLike = jnp.float32) -> Float[Arra
     return values.astype(dtype)
 
 
-def int4_matmul(x: Float[Array, "rows in"], weight: PackedInt4, *, out_dtype: DTypeLike) -> Float[Array, "rows out"]:
+def int4_matmul(x: Float[Array, "rows in"], weight: Packed, *, out_dtype: DTypeLike) -> Float[Array, "rows out"]:
     """x times the transposed weight, with the weight dequantised to x's dtype and float32 sums."""
     values = dequantize(weight, x.dtype)
     product = lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

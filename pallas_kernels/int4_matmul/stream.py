@@ -54,13 +54,18 @@ class Copy(NamedTuple):
 
 
 class Stream:
-    """The strips of one warp: `count` of them from `first_strip` on, its inputs from tile `first_tile` on."""
+    """The strips of one warp, its inputs from tile `first_tile` on.
+
+    There are `count`, from `first_strip` on; where a result needs two, each is followed by its other half.
+    """
 
     def __init__(self, w: Any, plan: Plan, weights: Weights, slice_: Any, block: Any):
         """The blocks of a slice share its strips evenly."""
         self.w, self.plan = w, plan
-        self.first_strip = block * plan.strips // plan.blocks_per_slice
-        self.count = (block + 1) * plan.strips // plan.blocks_per_slice - self.first_strip
+        self.first_strip = block * plan.result_strips // plan.blocks_per_slice
+        self.count = (block + 1) * plan.result_strips // plan.blocks_per_slice - self.first_strip
+        if plan.strip_parts > 1:
+            self.count = self.count * plan.strip_parts
         self.first_tile = (slice_ * plan.schedule.warps + w.warp) * plan.warp_tiles
         self.ring = w.warp * plan.ring_bytes
         self._copies = self._words(weights.words) + self._rows(weights.scales, plan.scale_bytes, plan.words_bytes)
@@ -97,9 +102,12 @@ class Stream:
         w = self.w
         left = index < self.count
         address = self.ring + slot + w.lane * 16
+        strip = index
+        if self.plan.strip_parts > 1:
+            strip = index // 2 + index % 2 * self.plan.result_strips
         for copy in self._copies:
             go = left if copy.predicate is None else left & copy.predicate
-            offset = copy.offset + index * copy.stride
+            offset = copy.offset + strip * copy.stride
             w.copy_async(address, copy.array, offset, go, to=copy.place, source=copy.constant)
         w.copy_commit()
 

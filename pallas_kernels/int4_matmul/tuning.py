@@ -5,7 +5,7 @@ import functools
 import itertools
 
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.plan import Plan, Schedule
+from pallas_kernels.int4_matmul.plan import PLAIN, Fusion, Plan, Schedule
 
 MULTIPROCESSORS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA GH200 480GB": 132, "NVIDIA H100 PCIe": 114}
 """By device kind; what is not listed is taken for the most common, 132."""
@@ -25,10 +25,10 @@ Two blocks of 8 warps x 2 parts need at most 128 registers a thread each, to whi
 DIGITS_MAX_ROWS = 8
 
 
-def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200") -> Plan:
+def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan:
     """The plan for `rows` (1 to 64) rows times a weight of the mosaic layout."""
     digits = rows <= DIGITS_MAX_ROWS and weight.kind != "code_book"  # a book's numbers are no bytes
-    return _best(Plan.of(rows, weight, Schedule(digits=digits)), MULTIPROCESSORS.get(device_kind, 132))
+    return _best(Plan.of(rows, weight, Schedule(digits=digits), fusion), MULTIPROCESSORS.get(device_kind, 132))
 
 
 @functools.cache
@@ -44,8 +44,8 @@ def _best(plan: Plan, multiprocessors: int) -> Plan:
 
 def _fitted(plan: Plan, schedule: Schedule, resident: int) -> list[Plan]:
     """The plan with most weights in flight and fewest additions of sums for which shared memory has room, if any."""
-    plans = []
-    for depth, strips in itertools.product(range(1, schedule.depth + 1), range(1, schedule.strips + 1)):
+    plans, unit = [], plan.strip_parts
+    for depth, strips in itertools.product(range(1, schedule.depth + 1), range(unit, schedule.strips + 1, unit)):
         fitted = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, strips=strips, depth=depth))
         if (fitted.shared_bytes + RESERVED_BYTES) * resident <= SHARED_BYTES:
             plans.append(fitted)
@@ -58,7 +58,7 @@ def _waste(plan: Plan) -> float:
     partial sums take: adding them is a kernel of about a microsecond.
     """
     blocks = plan.blocks_per_slice
-    idle = 1 - plan.strips / blocks / -(-plan.strips // blocks)
+    idle = 1 - plan.result_strips / blocks / -(-plan.result_strips // blocks)
     ragged = 1 - plan.in_features / (plan.slices * plan.block_columns)
     missing = 1 - min(1.0, blocks * plan.slices / plan.schedule.blocks)
     return idle + ragged + missing + (0.1 if plan.slices > 1 else 0.0)

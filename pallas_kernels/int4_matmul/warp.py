@@ -16,6 +16,8 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 from pallas_kernels.int4_matmul.code_words import CodeWords
 from pallas_kernels.paged_attention.warp import Value, Words
 
+LOG2_E = 1.4426950408889634
+
 
 class Int4Warp(CodeWords):
     """Emits at MLIR's current insertion point.
@@ -47,6 +49,22 @@ class Int4Warp(CodeWords):
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c, rounded once."""
         return Value(llvm.intr_fma(a.ir, b.ir, c.ir))
+
+    def rsqrt(self, x: Value) -> Value:
+        return self._approximate("rsqrt.approx.f32", x)
+
+    def sigmoid(self, x: Value) -> Value:
+        """1 / (1 + exp(-x)), to a few units in the last place."""
+        return self._approximate("rcp.approx.f32", self._approximate("ex2.approx.f32", x * -LOG2_E) + 1.0)
+
+    def _approximate(self, instruction: str, x: Value) -> Value:
+        return Value(llvm.inline_asm(ir.F32Type.get(), [x.ir], f"{instruction} $0, $1;", "=f,f"))
+
+    def numbers_of(self, word: Value) -> Words:
+        """The two bfloat16 of a word, as float32."""
+        i32 = _int(32)
+        low, high = arith.shli(word.ir, mgpu_utils.c(16, i32)), arith.andi(word.ir, mgpu_utils.c(-65536, i32))
+        return self.as_number(Value(low)), self.as_number(Value(high))
 
     def codes(self, word: Value) -> Words:
         """Eight codes -> four words of two bfloat16 each, every one of them 128 + code."""
@@ -167,10 +185,18 @@ class Int4Warp(CodeWords):
     # Global memory
     def load_words(self, ref: ir.Value, offset: Value, count: int, predicate: Value | None, constant: int = 0) -> Words:
         """2 or 4 words of 16-bit elements from element `offset + constant` on; zero where the predicate is false."""
+        return self._load(self._pointer(ref, offset, 2), count, predicate, 2 * constant)
+
+    def load_four(self, ref: ir.Value, offset: Value, predicate: Value | None, constant: int = 0) -> Words:
+        """Four float32 from element `offset + constant` on; zero where the predicate is false."""
+        words = self._load(self._pointer(ref, offset, 4), 4, predicate, 4 * constant)
+        return tuple(self.as_number(word) for word in words)
+
+    def _load(self, pointer: ir.Value, count: int, predicate: Value | None, constant: int) -> Words:
         i32, early = _int(32), "" if predicate is None else "&"
         results = [f"${i}" for i in range(count)]
-        ptx = f"ld.global.v{count}.b32 {{{', '.join(results)}}}, [${count} + {2 * constant}];"
-        operands, constraints = [self._pointer(ref, offset, 2)], [f"={early}r"] * count + ["l"]
+        ptx = f"ld.global.v{count}.b32 {{{', '.join(results)}}}, [${count} + {constant}];"
+        operands, constraints = [pointer], [f"={early}r"] * count + ["l"]
         if predicate is not None:
             operands.append(predicate.ir)
             constraints.append("b")
@@ -183,6 +209,26 @@ class Int4Warp(CodeWords):
             has_side_effects=True,
         )
         return tuple(Value(llvm.extractvalue(i32, words, [i])) for i in range(count))
+
+    def load_number(self, ref: ir.Value, offset: Value, dtype: str, predicate: Value) -> Value:
+        """Element `offset` of an array of `dtype`, as float32; zero where the predicate is false."""
+        f32 = ir.F32Type.get()
+        if dtype == "float32":
+            ptx, kind, constraint, size = "ld.global.f32", f32, "f", 4
+        else:
+            ptx, kind, constraint, size = "ld.global.b16", _int(16), "h", 2
+        zero = "mov.f32 $0, 0f00000000;" if size == 4 else "mov.b16 $0, 0;"
+        got = llvm.inline_asm(
+            kind,
+            [self._pointer(ref, offset, size), predicate.ir],
+            f"{zero} @$2 {ptx} $0, [$1];",
+            f"=&{constraint},l,b,~{{memory}}",
+            has_side_effects=True,
+        )
+        if size == 4:
+            return Value(got)
+        half = ir.BF16Type.get() if dtype == "bfloat16" else ir.F16Type.get()
+        return Value(arith.extf(f32, llvm.bitcast(half, got)))
 
     def store_number(self, ref: ir.Value, offset: Value, value: Value, dtype: str, predicate: Value) -> None:
         """A float32 value, rounded to `dtype`, to element `offset`."""
@@ -221,8 +267,7 @@ class Int4Warp(CodeWords):
             return tuple(numbers)
         both = self._shared_load("ld.shared.b32", address, constant, i32, "r")
         if dtype == "bfloat16":
-            low, high = arith.shli(both, mgpu_utils.c(16, i32)), arith.andi(both, mgpu_utils.c(-65536, i32))
-            return Value(llvm.bitcast(f32, low)), Value(llvm.bitcast(f32, high))
+            return self.numbers_of(Value(both))
         if dtype == "float16":
             halves = (arith.trunci(_int(16), word) for word in (both, arith.shrui(both, mgpu_utils.c(16, i32))))
             return tuple(Value(arith.extf(f32, llvm.bitcast(ir.F16Type.get(), half))) for half in halves)

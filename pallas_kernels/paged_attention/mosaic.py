@@ -138,6 +138,9 @@ def launch(
             indices = [w.scalar(x) for x in values[len(refs) :]]
             program(w, arrays[: len(operands)], arrays[len(operands) :], *indices)
 
+        # The next kernel may be brought onto the card: it waits for this one's end, as this one for the last one's.
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
         split = jax.lax.axis_index("split") if plan.splits > 1 else jnp.int32(0)
         emit(*refs, *[jax.lax.axis_index(name) for name in ("row", "kv_head", "row_block")], split)
 

@@ -1,0 +1,163 @@
+"""The INT4 product with its surroundings: norm before it, gate and residual behind it, against float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from simulated_int4_warp import simulate
+from test_int4_matmul import BF16, lower, make, tokens
+
+from jaxinfer.layers import linear as linear_module
+from jaxinfer.layers import mlp as mlp_module
+from jaxinfer.layers.linear import add_linear, norm_linear
+from jaxinfer.layers.mlp import gated_hidden
+from pallas_kernels.int4_matmul import PackedInt4, fused_refusal, int4_matmul_fused, to_mosaic, tuning
+from pallas_kernels.int4_matmul.plan import Fusion, Schedule
+
+EPS = 1e-5
+FUSIONS = [Fusion(norm_eps=EPS), Fusion(norm_eps=EPS, gated=True), Fusion(gated=True), Fusion(residual=True)]
+
+
+def small(out_features: int, in_features: int, group_size: int) -> tuple[PackedInt4, np.ndarray]:
+    """A weight so small that gates are in the range where they do something."""
+    weight, values = make(out_features, in_features, group_size, "zero_point", np.float32)
+    return dataclasses.replace(weight, scales=weight.scales * np.float32(1 / 64)), values / 64
+
+
+def arrays(rows: int, out_features: int, in_features: int) -> tuple[np.ndarray, np.ndarray]:
+    """A norm's weights, and something to add."""
+    rng = np.random.default_rng(7)
+    norm = rng.uniform(0.5, 1.5, in_features).astype(np.float32)
+    return norm, rng.standard_normal((rows, out_features)).astype(np.float32)
+
+
+def expected(x: np.ndarray, values: np.ndarray, fusion: Fusion, norm: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """In float64, but x times the norm's weights, which the kernel rounds to bfloat16."""
+    wide, roots = x.astype(np.float64), np.ones((x.shape[0], 1))
+    if fusion.norm_eps is not None:
+        roots = 1 / np.sqrt((wide * wide).mean(1, keepdims=True) + fusion.norm_eps)
+        wide = (wide * norm).astype(BF16).astype(np.float64)
+    out = wide @ values.T * roots
+    if fusion.gated:
+        gate, other = np.split(out, 2, axis=1)
+        out = gate / (1 + np.exp(-gate)) * other
+    return out + residual if fusion.residual else out
+
+
+@pytest.mark.parametrize("fusion", FUSIONS, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "in_features", "group_size", "schedule"),
+    [
+        (1, 1024, 128, Schedule(warps=4, parts=2, strips=2, depth=2, blocks=3, digits=True)),
+        (5, 480, 32, Schedule(warps=4, parts=1, strips=4, depth=3, blocks=2, digits=True)),
+        (13, 512, 64, Schedule(warps=4, parts=1, strips=2, depth=1, blocks=2)),
+    ],
+)
+def test_fused_kernel_on_simulated_warps(rows, in_features, group_size, schedule, fusion) -> None:
+    weight, values = small(224, in_features, group_size)
+    x = tokens(rows, in_features)
+    norm, residual = arrays(rows, 112 if fusion.gated else 224, in_features)
+    got = simulate(
+        x,
+        to_mosaic(weight),
+        schedule,
+        fusion=fusion,
+        norm=None if fusion.norm_eps is None else norm,
+        residual=residual if fusion.residual else None,
+    )[0]
+    want = expected(x, values, fusion, norm, residual)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-6
+
+
+@pytest.mark.parametrize("fusion", FUSIONS, ids=str)
+def test_reference_of_the_fused_product(fusion: Fusion) -> None:
+    weight, values = make(64, 192, 64, "minimum", np.float32)
+    x = tokens(3, 192).astype(np.float32)
+    norm, residual = arrays(3, 32 if fusion.gated else 64, 192)
+    got = int4_matmul_fused(
+        jnp.asarray(x),
+        weight,
+        norm=None if fusion.norm_eps is None else jnp.asarray(norm),
+        norm_eps=EPS,
+        gated=fusion.gated,
+        residual=jnp.asarray(residual) if fusion.residual else None,
+    )
+    wide, root = x.astype(np.float64), 1.0
+    if fusion.norm_eps is not None:
+        root = 1 / np.sqrt((wide * wide).mean(1, keepdims=True) + EPS)
+        wide = wide * norm
+    want = expected(x, values, Fusion(gated=fusion.gated, residual=fusion.residual), norm, residual)
+    if fusion.norm_eps is not None:
+        want = expected(wide * root, values, Fusion(gated=fusion.gated), norm, residual)
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_fused_kernel_lowers_for_cuda(rows: int) -> None:
+    for fusion in FUSIONS:
+        lower(rows, 512, 2048, 64, "zero_point", None, fusion)
+
+
+def test_a_fused_product_needs_all_inputs_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pallas_kernels.dispatch.hopper_refusal", lambda: None)
+    weight = to_mosaic(make(64, 8192, 128, "symmetric")[0])
+    x = jnp.zeros((1, 8192), jnp.bfloat16)
+    assert tuning.plan_for(1, weight).slices > 1
+    assert fused_refusal(x, weight, norm_eps=EPS) == "8192 inputs are more than a block has"
+    small = to_mosaic(make(72, 256, 128, "symmetric")[0])
+    x = jnp.zeros((1, 256), jnp.bfloat16)
+    assert fused_refusal(x, small, norm_eps=EPS) is None
+    assert (
+        fused_refusal(x, small, gated=True) == "gate and other half need a multiple of 16 outputs each, not 72 together"
+    )
+    many = jnp.zeros((64, 256), jnp.bfloat16)
+    assert fused_refusal(many, small, residual=True) == "it is for fewer than 17 rows"
+
+
+def test_layers_give_the_same_with_and_without_a_fused_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers ask for a fused product where there is one; here the reference stands in for the kernel."""
+    weight, _ = make(64, 64, 32, "zero_point", np.float32)
+    square = jax.tree.map(jnp.asarray, weight)
+    x = jnp.asarray(tokens(3, 64).astype(np.float32))
+    norm = jnp.asarray(arrays(3, 64, 64)[0])
+
+    def results() -> list[jax.Array]:
+        hidden = gated_hidden(x, norm, EPS, square, None, "silu")
+        return [norm_linear(x, norm, EPS, square), add_linear(x, x, square), hidden]
+
+    plain = results()
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs)
+        return int4_matmul_fused(*args, **kwargs)
+
+    for module in (linear_module, mlp_module):
+        monkeypatch.setattr(module, "fused_refusal", lambda *args, **kwargs: None)
+        monkeypatch.setattr(module, "int4_matmul_fused", counted)
+    for got, want in zip(results(), plain, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    assert len(calls) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fusion", FUSIONS, ids=str)
+@pytest.mark.parametrize(("rows", "in_features"), [(1, 4096), (2, 512), (8, 4096), (16, 1024)])
+def test_fused_kernel_on_the_gpu(rows: int, in_features: int, fusion: Fusion) -> None:
+    weight, values = small(1024, in_features, 128)
+    x = tokens(rows, in_features)
+    norm, residual = arrays(rows, 512 if fusion.gated else 1024, in_features)
+    packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
+    assert fused_refusal(jnp.asarray(x), packed, norm_eps=fusion.norm_eps, gated=fusion.gated) is None
+    got = int4_matmul_fused(
+        jnp.asarray(x),
+        packed,
+        norm=None if fusion.norm_eps is None else jnp.asarray(norm),
+        residual=jnp.asarray(residual.astype(BF16)) if fusion.residual else None,
+        norm_eps=EPS,
+        gated=fusion.gated,
+    )
+    want = expected(x, values, fusion, norm, residual.astype(BF16).astype(np.float64))
+    assert np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want) < 4e-3
