@@ -128,6 +128,11 @@ class SamplingState:
     logit_bias: LogitBias | None = None
     min_tokens: MinTokens | None = None
 
+    def with_output_counts(self, counts: Array) -> "SamplingState":
+        """The state with other counts of generated tokens, int32 [batch, vocab]. It must have penalties."""
+        assert self.penalties is not None
+        return dataclasses.replace(self, penalties=dataclasses.replace(self.penalties, output_counts=counts))
+
 
 def request_seed(params: SamplingParams) -> int:
     """The request's own seed, or one from the system's entropy; ask once a request and keep the answer."""

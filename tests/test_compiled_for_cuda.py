@@ -33,17 +33,18 @@ device_description_str: "NVIDIA H200"
 
 # A process of its own: the device is pretended, and a kernel for the wrong card would end the process.
 COMPILE = """
-import json, os, re, sys
+import dataclasses, json, os, re, sys
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
-from jaxinfer import kv_cache, loop, params, steps
+from jaxinfer import kv_cache, loop, params, steps, tiers
 from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
 from jaxinfer.speculative.acceptance import Exact
-from jaxinfer.speculative.loop import SpeculativeState, spec_chunk
+from jaxinfer.speculative.loop import Method, SpeculativeState, spec_chunk
 from jaxinfer.speculative.model_draft import DraftCache, ModelProposer
+from jaxinfer.speculative.proposer import Wanted
 from pallas_kernels import dispatch
 
 program, batch, kv, backend = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
@@ -76,8 +77,14 @@ def array(*shape, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 
 weights = like(jax.eval_shape(lambda: params.random_params(config, jnp.bfloat16, 0)))
-cache = like(jax.eval_shape(lambda: kv_cache.create(config, 32768, dtype=kv)))
 rows, table = array(batch), array(batch, 64)
+if kv == "tiered":
+    config = dataclasses.replace(config, layers=(*config.layers[:2], LayerConfig(rope, 100)))
+    table = tiers.TierTables(*(array(batch, width) for width in (16, 8, 64, 16)), *[rows] * 3)
+    create = lambda: tiers.create(config, tiers.TierPools(8192, 8192, 32768, 8192), 16, jnp.dtype(jnp.bfloat16))
+else:
+    create = lambda: kv_cache.create(config, 32768, dtype=kv)
+cache = like(jax.eval_shape(create))
 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     state = loop.DecodeState(
         tokens=rows, positions=rows, num_generated=rows, max_tokens=rows, stop_ids=array(batch, 1),
@@ -91,8 +98,8 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         )
         traced = spec_chunk.trace(
             weights, weights, cache, state, array(batch, dtype=bool), table,
-            config=config, variant=SamplerVariant(1000), proposer=ModelProposer(config, 1024), acceptance=Exact(),
-            num_drafted=4, num_steps=8, with_logits=False,
+            method=Method(config, ModelProposer(config, 1024), Exact()), num_steps=8,
+            wanted=Wanted(num_drafted=4, variant=SamplerVariant(1000), with_logits=False),
         )
     elif program == "decode_chunk":
         traced = loop.decode_chunk.trace(
@@ -101,6 +108,8 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         )
     elif program == "decode":
         traced = steps.decode.trace(weights, cache, rows, rows, table, config=config)
+    elif program == "move":
+        traced = tiers.move_pages.trace(cache, array(64, 2), source="recent", target="int4")
     elif program == "verify":
         traced = steps.verify.trace(weights, cache, array(batch, 5), rows, table, config=config)
     else:
@@ -134,6 +143,12 @@ def test_cache_is_updated_in_place(program: str, batch: int, kv: str) -> None:
     kernels = check_program(program, batch, kv, "mosaic")
     by_kernel = program in ("decode_chunk", "decode", "verify") or (program == "prefill" and kv == "bfloat16")
     assert kernels == (3 if by_kernel else 0)
+
+
+@pytest.mark.parametrize(("program", "kernels"), [("decode_chunk", 7), ("prefill", None), ("move", 0)])
+def test_tiers_are_updated_in_place(program: str, kernels: int | None) -> None:
+    """Two layers that see everything, with a decode kernel for each tier, and one with a window."""
+    assert check_program(program, 8, "tiered", "mosaic") == kernels or kernels is None
 
 
 @pytest.mark.parametrize("program", ["spec_self", "spec_model"])

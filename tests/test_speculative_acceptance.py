@@ -15,7 +15,7 @@ from jaxinfer.sampling import draw_logits, processed_logits, sample
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_state import SamplerVariant, SamplingState, build_sampling_state
 from jaxinfer.speculative import acceptance as rules
-from jaxinfer.speculative.acceptance import DRAFT_STREAM, Acceptance, Exact, Proposal, Verdict, stream_keys
+from jaxinfer.speculative.acceptance import DRAFT_STREAM, Acceptance, Drafted, Exact, Proposal, Verdict, stream_keys
 from jaxinfer.speculative.lossy import LossyKL, LossyTopK, LossyTypical, SyntheticAcceptance
 
 VOCAB = 6
@@ -254,7 +254,8 @@ def lossy(mode: Acceptance, places: int = 0) -> list[int]:
     """Tokens of TARGET[0] that the mode accepts at an output position of 100, none being accepted exactly."""
     tokens, ones = jnp.arange(VOCAB, dtype=jnp.int32)[:, None], jnp.ones(VOCAB, jnp.int32)
     target = jax.nn.log_softmax(after(TARGET, jnp.zeros_like(tokens)), axis=-1)
-    accepted = mode.accepts(jnp.zeros((VOCAB, 1), bool), target, Proposal(tokens, ones), places * ones, 100 * ones)
+    nothing = jnp.zeros((VOCAB, 1), bool)
+    accepted = mode.accepts(Drafted(Proposal(tokens, ones), nothing, target, places * ones, 100 * ones))
     return np.flatnonzero(np.asarray(accepted)).tolist()
 
 
@@ -286,16 +287,18 @@ def test_lossy_kl_compares_whole_distributions():
     tokens = jnp.zeros((2, 1), jnp.int32)
     proposal = Proposal(tokens, jnp.ones(2, jnp.int32), after(DRAFT, jnp.array([[0], [1]])))
     target = jax.nn.log_softmax(after(TARGET, jnp.array([[0], [1]])), axis=-1)
-    nothing, zeros = jnp.zeros((2, 1), bool), jnp.zeros(2, jnp.int32)
-    assert LossyKL(threshold=0.61).accepts(nothing, target, proposal, zeros, zeros).tolist() == [[True], [False]]
-    assert LossyKL(threshold=0.59).accepts(nothing, target, proposal, zeros, zeros).tolist() == [[False], [False]]
+    zeros = jnp.zeros(2, jnp.int32)
+    drafted = Drafted(proposal, jnp.zeros((2, 1), bool), target, zeros, zeros)
+    assert LossyKL(threshold=0.61).accepts(drafted).tolist() == [[True], [False]]
+    assert LossyKL(threshold=0.59).accepts(drafted).tolist() == [[False], [False]]
 
 
 def test_synthetic_acceptance_has_the_probability_asked_for():
     zeros = jnp.zeros(ROWS, jnp.int32)
     proposal = Proposal(jnp.zeros((ROWS, 2), jnp.int32), zeros + 2)
     logprobs = jnp.zeros((ROWS, 2, VOCAB))
-    accepted = SyntheticAcceptance(0.8).accepts(jnp.zeros((ROWS, 2), bool), logprobs, proposal, zeros, zeros)
+    drafted = Drafted(proposal, jnp.zeros((ROWS, 2), bool), logprobs, zeros, zeros)
+    accepted = SyntheticAcceptance(0.8).accepts(drafted)
     counts = np.bincount(np.asarray(accepted) @ [1, 2], minlength=4)
     assert stats.chisquare(counts, ROWS * np.array([0.04, 0.16, 0.16, 0.64])).pvalue > 1e-4
 

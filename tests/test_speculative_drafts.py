@@ -20,7 +20,6 @@ from jaxinfer.generation import generate
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.sampling_state import SamplerVariant
 from jaxinfer.speculative.acceptance import Proposal
 from jaxinfer.speculative.compatibility import expected_acceptance
 from jaxinfer.speculative.lossy import LossyTopK
@@ -35,7 +34,7 @@ from jaxinfer.speculative.policy import (
     expected_tokens,
     interpolated,
 )
-from jaxinfer.speculative.proposer import Draft, Rows, fit_vocabulary
+from jaxinfer.speculative.proposer import Draft, Rows, Wanted, fit_vocabulary
 from jaxinfer.speculative.report import SpeculationReport
 from jaxinfer.speculative.self_draft import SelfDraft, round_to_nearest
 from jaxinfer.speculative.speculation import Speculation
@@ -160,24 +159,22 @@ class HeadProposer:
         state: jax.Array,
         cache: PagedKVCache,
         rows: Rows,
-        variant: SamplerVariant,
-        num_drafted: int,
-        with_logits: bool,
+        wanted: Wanted,
     ) -> tuple[Proposal, jax.Array, PagedKVCache]:
         # In this test the hidden state is the embedding, times 8, of the token before the newest.
         token = params[jnp.argmax(rows.hidden, axis=1).astype(jnp.int32)]
         drafted = []
-        for _ in range(num_drafted):
+        for _ in range(wanted.num_drafted):
             token = params[token]
             drafted.append(token)
-        proposal = Proposal(jnp.stack(drafted, axis=1), jnp.full_like(token, num_drafted))
+        proposal = Proposal(jnp.stack(drafted, axis=1), jnp.full_like(token, wanted.num_drafted))
         return proposal, state, cache
 
     def settle(self, state: jax.Array, positions: jax.Array) -> jax.Array:
         return positions
 
     def catch_up(
-        self, params: Any, state: Any, rows: Rows, running: jax.Array, chunk: int, from_empty: bool
+        self, params: Any, state: Any, rows: Rows, known: jax.Array, chunk: int, from_empty: bool
     ) -> jax.Array:
         return state
 

@@ -380,6 +380,9 @@ class Alternating:
     def __init__(self) -> None:
         self.chunks = itertools.cycle((2, 2, 0, 0, 0))
 
+    def lengths(self, k: int) -> tuple[int, ...]:
+        return (0, 2)
+
     def begin(self, k: int, batch_size: int, num_tokens: int) -> "Alternating":
         return self
 

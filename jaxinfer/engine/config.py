@@ -11,6 +11,7 @@ from jaxinfer.engine.scheduler import DecodeOrder, Policy, Rules
 from jaxinfer.memory import free_device_bytes, free_host_bytes
 from jaxinfer.model import Model
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.speculative.speculation import Speculation
 from pallas_kernels.paged_attention import reads_lengths
 
 CPU_POOL_BYTES = 2 * 2**30
@@ -108,9 +109,16 @@ class Settings:
     """Whether prefill may have to begin behind a cached prefix or an earlier piece: a program of its own."""
     scored: tuple[int, ...]
     """Numbers of listed logprobs of prompts that programs exist for."""
+    drafted: tuple[int, ...] = (0,)
+    """Numbers of drafted tokens a step that decode programs exist for."""
+
+    @property
+    def spare_tokens(self) -> int:
+        """Places that a sequence needs in its pages behind the last of its tokens."""
+        return self.drafted[-1]
 
 
-def settle(config: EngineConfig, model: Model) -> Settings:
+def settle(config: EngineConfig, model: Model, speculation: Speculation | None = None) -> Settings:
     """Chooses what the configuration leaves open. Raises ValueError for a pool that is too small or does not fit."""
     on_cpu = jax.default_backend() == "cpu"
     batch = config.max_decode_batch or (16 if on_cpu else 256)
@@ -124,20 +132,31 @@ def settle(config: EngineConfig, model: Model) -> Settings:
         raise ValueError(f"max_prefill_tokens={tokens} is below the shortest of prefill_lengths={lengths}")
     lengths = tuple(length for length in lengths if length <= tokens)
     page_bytes = kv_cache.bytes_per_token(model.config, model.cache_dtype) * config.page_size
+    drafted = (0,)
+    if speculation is not None:
+        page_bytes += speculation.draft.bytes_per_token * config.page_size
+        drafted = speculation.policy.lengths(speculation.draft.k)
+    spare = drafted[-1]
     longest = min(model.config.max_position_embeddings, config.max_context or 2**31)
     num_pages = config.num_pages
     if num_pages is None:
-        budget = _pool_bytes(model, config.memory_fraction, tokens, batch)
-        num_pages = min(budget // page_bytes, 1 + sequences * -(-longest // config.page_size))
+        budget = _pool_bytes(model, config.memory_fraction, tokens, batch * (1 + spare))
+        num_pages = min(budget // page_bytes, 1 + sequences * -(-(longest + spare) // config.page_size))
         if num_pages < 2:
             raise ValueError(f"{budget / 1e9:.3g} GB are left for the KV cache, less than a page; use a smaller model")
-    longest = min(longest, (num_pages - 1) * config.page_size)
-    if config.max_context is not None and longest < min(config.max_context, model.config.max_position_embeddings):
+    longest = min(longest, (num_pages - 1) * config.page_size - spare)
+    if longest < 1:
         raise ValueError(
-            f"max_context={config.max_context} needs more than the {num_pages} pages of {config.page_size} tokens "
+            f"num_pages={num_pages} of {config.page_size} tokens leave no place for a request beside {spare} drafted "
+            "tokens; raise num_pages or memory_fraction, or draft fewer"
+        )
+    if config.max_context is not None and longest < min(config.max_context, model.config.max_position_embeddings):
+        need = f"and {spare} drafted tokens need" if spare else "needs"
+        raise ValueError(
+            f"max_context={config.max_context} {need} more than the {num_pages} pages of {config.page_size} tokens "
             "that there are; lower it, or raise num_pages or memory_fraction"
         )
-    widest = -(-longest // config.page_size)
+    widest = -(-(longest + spare) // config.page_size)
     # Where a kernel reads no more pages than a row has, a wide table costs nothing and one program serves all.
     wide = reads_lengths(model.dtype, model.cache_dtype.name, model.config.head_dim, config.page_size)
     widths = (widest,) if wide else _ladder(16, 4, widest)
@@ -167,6 +186,7 @@ def settle(config: EngineConfig, model: Model) -> Settings:
         layouts,
         config.prefix_cache or cuts,
         scored,
+        drafted,
     )
 
 
@@ -190,7 +210,7 @@ def _prefill_lengths(max_tokens: int, on_cpu: bool) -> tuple[int, ...]:
 
 
 def _pool_bytes(model: Model, fraction: float, prefill_tokens: int, batch: int) -> int:
-    """Bytes that the pool may take."""
+    """Bytes that the pool may take, beside prefill and a sampler of `batch` rows."""
     free = free_device_bytes()
     if free is None:
         return int(min(fraction * free_host_bytes() / 2, CPU_POOL_BYTES))

@@ -8,7 +8,10 @@ import time
 import typing
 from collections.abc import Callable, Sequence
 
+from jaxinfer.batch import cache_tokens
 from jaxinfer.engine.config import EngineConfig, Settings, settle
+from jaxinfer.engine.drafting import Drafting
+from jaxinfer.engine.drafting_runner import DraftingRunner
 from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError, RequestTooLong
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.lock import FairLock
@@ -24,6 +27,8 @@ from jaxinfer.model import Model
 from jaxinfer.outputs import Delta, FinishReason, RequestOutput
 from jaxinfer.request import Request
 from jaxinfer.scoring_plan import length_class
+from jaxinfer.speculative.proposer import Draft
+from jaxinfer.speculative.speculation import Speculation, as_speculation
 
 log = logging.getLogger("jaxinfer")
 
@@ -59,12 +64,24 @@ class Job:
 class EngineCore:
     """State of an engine and what changes it. Every method but `__init__` expects the caller to hold `_lock`."""
 
-    def __init__(self, model: Model, config: EngineConfig | None = None) -> None:
-        """Allocates the pool. Raises ValueError for a configuration that does not fit the model or the device."""
+    def __init__(
+        self, model: Model, config: EngineConfig | None = None, *, draft: Draft | Speculation | None = None
+    ) -> None:
+        """Allocates the pool. `draft` turns on speculative decoding, as in `jaxinfer.generate`: same results.
+
+        Raises ValueError for a configuration that does not fit the model or the device, and for a draft that does not
+        fit the model.
+        """
         self.config = config or EngineConfig()
-        self.settings: Settings = settle(self.config, model)
+        speculation = None if draft is None else as_speculation(draft)
+        if speculation is not None:
+            speculation.draft.check(model, 0)
+        self.settings: Settings = settle(self.config, model, speculation)
         self._model: Model | None = model
-        self._runner: Runner | None = Runner(model, self.settings)
+        self._runner: Runner | None = (
+            Runner(model, self.settings) if speculation is None else DraftingRunner(model, self.settings, speculation)
+        )
+        self._drafting = None if speculation is None else Drafting(speculation, self.settings)
         self._lock = FairLock()
         self._meter = Meter()
         self._jobs: dict[str, Job] = {}
@@ -91,6 +108,8 @@ class EngineCore:
 
     def _new_scheduler(self) -> Scheduler:
         pool = PagePool(self.settings.num_pages)
+        if isinstance(self._runner, DraftingRunner):
+            pool.on_allocate = self._runner.filled.difference_update
         prefixes = PrefixCache(pool, self.settings.rules.page_size) if self.config.prefix_cache else None
         return Scheduler(self.settings.rules, pool, prefixes)
 
@@ -98,21 +117,25 @@ class EngineCore:
         """Requests of all prompts, every one of which can run. Raises before anything is queued."""
         model, _ = self._live()
         requests = requests_for(model, prompts, params)
-        pool_tokens = (self.settings.num_pages - 1) * self.settings.rules.page_size
+        spare = self.settings.spare_tokens
+        pool_tokens = (self.settings.num_pages - 1) * self.settings.rules.page_size - spare
+        pool_name = f"the pool's {pool_tokens} tokens" + (f" beside the {spare} that are drafted" if spare else "")
         asked = min(model.config.max_position_embeddings, self.config.max_context or 2**31)
         for request in requests:
             length, where = len(request.prompt), f"prompt {request.prompt_index}"
             if length > min(asked, pool_tokens):
-                limit = f"max_context={asked}" if asked <= pool_tokens else f"the pool's {pool_tokens} tokens"
+                limit = f"max_context={asked}" if asked <= pool_tokens else pool_name
                 raise RequestTooLong(f"{where} has {length} tokens, more than {limit}; shorten it or raise that")
             request.max_tokens = min(request.max_tokens, asked - length + 1)
             if length + request.max_tokens - 1 > pool_tokens:
                 if request.params.max_tokens is not None:
                     raise RequestTooLong(
                         f"{where} has {length} tokens, and max_tokens={request.params.max_tokens} more need more than "
-                        f"the pool's {pool_tokens} tokens; lower max_tokens or raise num_pages"
+                        f"{pool_name}; lower max_tokens or raise num_pages"
                     )
                 request.max_tokens = pool_tokens - length + 1
+            if self._drafting is not None:
+                self._drafting.speculation.draft.check(model, cache_tokens(request))
         return requests
 
     def _open(self, requests: Sequence[Request], *, interactive: bool, num_kept: int | None = None) -> list[Job]:
@@ -180,7 +203,11 @@ class EngineCore:
         self._in_round = True
         try:
             self._set_stall_bound()
+            if self._drafting is not None:
+                self._scheduler.chunk = self._drafting.plan(self._scheduler.running)
             plan = self._scheduler.plan()
+            if self._drafting is not None and plan.decode:
+                self._drafting.dispatched()
             layouts = {self._owners[track][0].layout for track in self._scheduler.running}
             works = runner.dispatch(plan, self._requests, [layout for layout in layouts if layout is not None])
             self._scorer.dispatch(self._scheduler, runner, plan)
@@ -206,7 +233,9 @@ class EngineCore:
                 self._take(result)
             if work.kind != "first":
                 rows = sum(track is not None for track in work.rows)
-                self._meter.add_program(work.kind, work.dispatched, rows, len(work.rows), work.num_tokens)
+                seconds = self._meter.add_program(work.kind, work.dispatched, rows, len(work.rows), work.num_tokens)
+                if self._drafting is not None:
+                    self._drafting.observe(work, seconds)
 
     def _take(self, result: Result) -> None:
         track = result.sequence

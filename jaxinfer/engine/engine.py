@@ -247,7 +247,7 @@ class Engine(EngineCore):
                 jax.block_until_ready([work.outputs for work in works])
             self._in_flight.clear()
             self._runner.free()
-            self._runner = self._model = None
+            self._runner = self._model = self._drafting = None
 
     def __enter__(self) -> "Engine":
         return self

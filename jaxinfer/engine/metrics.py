@@ -37,7 +37,7 @@ class Span:
     """One program on the device, in seconds since the engine was made: from when it could begin (it was dispatched and
     the one before it had ended) to when the host saw its end."""
 
-    kind: Literal["prefill", "decode"]
+    kind: Literal["prefill", "draft", "decode"]
     start: float
     end: float
     rows: int
@@ -168,13 +168,13 @@ class Meter:
         self.finished: collections.Counter[str] = collections.Counter()
         self.clocks: collections.deque[Clock] = collections.deque(maxlen=KEPT_REQUESTS)
         self.spans: collections.deque[Span] = collections.deque(maxlen=KEPT_SPANS)
-        self.busy = {"prefill": 0.0, "decode": 0.0}
+        self.busy: collections.defaultdict[str, float] = collections.defaultdict(float)
         self.rows_used = self.rows_run = 0
 
     def add_program(
-        self, kind: Literal["prefill", "decode"], dispatched: float, rows: int, size: int, num_tokens: int
-    ) -> None:
-        """A program has ended, as the host sees it now; it ran `rows` sequences in `size` rows."""
+        self, kind: Literal["prefill", "draft", "decode"], dispatched: float, rows: int, size: int, num_tokens: int
+    ) -> float:
+        """A program has ended, as the host sees it now; it ran `rows` sequences in `size` rows. Returns its seconds."""
         end = time.perf_counter() - self.origin
         start = min(end, max(dispatched - self.origin, self._last_end))
         self._last_end = end
@@ -183,12 +183,13 @@ class Meter:
         if kind == "decode":
             self.rows_used += rows
             self.rows_run += size
-        else:
+        elif kind == "prefill":
             self.prompt_tokens += num_tokens
             if end > start:
                 tokens, seconds = self._recent
                 self._recent = (0.9 * tokens + num_tokens, 0.9 * seconds + end - start)
                 self.prefill_rate = self._recent[0] / self._recent[1]
+        return end - start
 
     def add_tokens(self, clock: Clock, count: int) -> None:
         """The host has read `count` more tokens of a completion."""

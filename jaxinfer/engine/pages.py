@@ -25,6 +25,8 @@ class PagePool:
         self.num_pages = num_pages
         self.references = [0] * num_pages
         self.on_evict = on_evict
+        self.on_allocate: Callable[[list[int]], object] | None = None
+        """Told which pages have been given away: their contents mean nothing from then on."""
         self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._kept: set[int] = set()
@@ -54,6 +56,8 @@ class PagePool:
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:
             self.references[page] = 1
+        if self.on_allocate is not None:
+            self.on_allocate(pages)
         return pages
 
     def share(self, pages: Sequence[int]) -> None:

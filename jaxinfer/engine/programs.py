@@ -37,16 +37,18 @@ COPIES = 16
 class Size:
     """What distinguishes one program from another; fields that a kind does not use keep their defaults."""
 
-    kind: Literal["prefill", "prefill_scored", "score", "start", "decode", "copy", "blank"]
+    kind: Literal["prefill", "prefill_scored", "score", "start", "decode", "copy", "blank", "seat", "catch_up"]
     rows: int = 0
     length: int = 0
-    """Tokens of a row, of prefill."""
+    """Tokens of a row, of prefill and of a draft's."""
     width: int = 0
     """Pages of a row, of decode and scoring."""
     from_empty: bool = False
     layout: SamplerLayout | None = None
     num_logprobs: int = 0
     """Of scored prefill."""
+    num_drafted: int = 0
+    """Tokens that a step of decoding drafts."""
     num_places: int = 0
     """Room for scored tokens, and how many the head takes at a time, of scoring."""
     head_rows: int = 0
@@ -56,18 +58,13 @@ class Programs:
     """Compiled programs of one model by size. What is missing is compiled when it is asked for, and counted."""
 
     def __init__(self, model: Model, settings: Settings, cache: PagedKVCache) -> None:
-        def shapes(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
         self._config: ModelConfig = model.config
         self._settings = settings
-        self._params, self._cache = shapes(model.params), shapes(cache)
-        leaves, tree = jax.tree.flatten((self._params, self._cache))
-        shapes_key = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        self._params, self._cache = shapes_of(model.params), shapes_of(cache)
         kernels = os.environ.get(KERNELS_VARIABLE)
         # Of the settings these three shape programs beside what a `Size` says.
         limits = (settings.rules.max_sequences, settings.rules.decode_chunk, settings.page_widths[-1])
-        self._key = (model.config, tree, shapes_key, kernels, limits)
+        self._key: tuple[object, ...] = (model.config, *shapes_key((self._params, self._cache)), kernels, limits)
         self._compiled: dict[Size, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.num_compiled = 0
@@ -102,7 +99,8 @@ class Programs:
         for layout in settings.layouts:
             for rows in settings.decode_rows:
                 for width in settings.page_widths:
-                    yield Size("decode", rows=rows, width=width, layout=layout)
+                    for drafted in settings.drafted:
+                        yield Size("decode", rows=rows, width=width, layout=layout, num_drafted=drafted)
         for rows, length in self.prefill_sizes():
             for from_empty in (True, False) if settings.continues else (True,):
                 yield Size("prefill", rows=rows, length=length, from_empty=from_empty)
@@ -143,9 +141,6 @@ class Programs:
         return compiled
 
     def _lower(self, size: Size) -> Any:
-        def ints(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
-
         config, settings = self._config, self._settings
         rows = size.rows
         if size.kind == "copy":
@@ -168,11 +163,11 @@ class Programs:
         blank = {"vocab_size": config.vocab_size, "layout": size.layout}
         if size.kind == "blank":
             return blank_state.lower(num_slots=settings.rules.max_sequences, **blank)
-        state = _state_shapes(settings.rules.max_sequences, **blank)
+        state = state_shapes(settings.rules.max_sequences, **blank)
         variant = size.layout.variant
         if size.kind == "start":
             logits = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32)
-            started = _state_shapes(rows, **blank)
+            started = state_shapes(rows, **blank)
             return start_rows.lower(logits, state, started, ints(rows), ints(rows), variant=variant)
         return decode_rows.lower(
             self._params,
@@ -186,5 +181,21 @@ class Programs:
         )
 
 
-def _state_shapes(num_slots: int, *, vocab_size: int, layout: SamplerLayout) -> Any:
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def shapes_of(tree: Any) -> Any:
+    """A pytree without its contents."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def shapes_key(tree: Any) -> tuple[object, object]:
+    """What tells pytrees of shapes apart, hashable."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+
+
+def state_shapes(num_slots: int, *, vocab_size: int, layout: SamplerLayout) -> Any:
+    """A `DecodeState` without its contents."""
     return jax.eval_shape(lambda: blank_state(num_slots=num_slots, vocab_size=vocab_size, layout=layout))

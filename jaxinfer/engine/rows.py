@@ -97,22 +97,31 @@ def decode_rows(
     num_steps: int,
 ) -> tuple[PagedKVCache, DecodeState, DecodedChunk]:
     """Runs `num_steps` decode steps of the sequences in `slots`; the others stay as they are."""
-    num_slots = state.done.shape[0]
-    part: DecodeState = jax.tree.map(lambda whole: whole.at[slots].get(mode="clip"), state)
-    part = dataclasses.replace(part, done=part.done | (slots >= num_slots))
+    part = take_slots(state, slots)
     cache, part, chunk = decode_steps(
         params, cache, part, page_table, config=config, variant=variant, num_steps=num_steps
     )
+    return cache, put_slots(state, part, slots), chunk
+
+
+def take_slots(state: DecodeState, slots: Int32[Array, " rows"]) -> DecodeState:
+    """The state of the sequences in `slots`, for use inside a jitted program; padding is done."""
+    part: DecodeState = jax.tree.map(lambda whole: whole.at[slots].get(mode="clip"), state)
+    return dataclasses.replace(part, done=part.done | (slots >= state.done.shape[0]))
+
+
+def put_slots(state: DecodeState, part: DecodeState, slots: Int32[Array, " rows"]) -> DecodeState:
+    """The whole state with what decode steps change in a row put back."""
 
     def put(whole: jax.Array, new: jax.Array) -> jax.Array:
         return whole.at[slots].set(new, mode="drop")
 
     sampling = state.sampling
     if sampling.penalties is not None and part.sampling.penalties is not None:
-        counts = put(sampling.penalties.output_counts, part.sampling.penalties.output_counts)
-        penalties = dataclasses.replace(sampling.penalties, output_counts=counts)
-        sampling = dataclasses.replace(sampling, penalties=penalties)
-    state = dataclasses.replace(
+        sampling = sampling.with_output_counts(
+            put(sampling.penalties.output_counts, part.sampling.penalties.output_counts)
+        )
+    return dataclasses.replace(
         state,
         tokens=put(state.tokens, part.tokens),
         positions=put(state.positions, part.positions),
@@ -120,7 +129,6 @@ def decode_rows(
         done=put(state.done, part.done),
         sampling=sampling,
     )
-    return cache, state, chunk
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

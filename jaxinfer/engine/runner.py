@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,22 +15,25 @@ from jaxinfer.engine.layout import Layouts, SamplerLayout, listed
 from jaxinfer.engine.pages import SCRATCH_PAGE
 from jaxinfer.engine.programs import COPIES, Programs, Size
 from jaxinfer.engine.rows import STOP_PLACES
-from jaxinfer.engine.sequence import Booking, Fork, Piece, Plan
+from jaxinfer.engine.sequence import Booking, Chunk, Fork, Piece, Plan
 from jaxinfer.engine.sequence import Sequence as Track
 from jaxinfer.loop import DecodedChunk, DecodeState
 from jaxinfer.model import Model
 from jaxinfer.request import Request
 from jaxinfer.sampling_logprobs import Logprob, TokenLogprobs, logprob_tables
 from jaxinfer.sampling_state import SamplingState, build_sampling_state
+from jaxinfer.speculative.loop import StepCounts
 
 
 @dataclasses.dataclass
 class Work:
     """One dispatched program whose end is to be seen. `outputs` are on the device until it is read."""
 
-    kind: Literal["prefill", "first", "decode"]
+    kind: Literal["prefill", "draft", "first", "decode"]
+    """"draft": a draft's own prefill, and its catching up after plain steps."""
     outputs: Any
-    """Prefill: its logits, to see that it has ended, or the scores of a prompt. Otherwise a `DecodedChunk`."""
+    """Prefill: its logits, to see that it has ended, or the scores of a prompt. Draft: something to see that it has
+    ended. Otherwise a `DecodedChunk`."""
     rows: Sequence[Track | None]
     """The sequence of each row, None for padding."""
     num_tokens: int
@@ -38,6 +41,10 @@ class Work:
     dispatched: float
     piece: Piece | None = None
     """The piece whose prompt tokens `outputs` scores."""
+    chunk: Chunk | None = None
+    """What a decode chunk does."""
+    counts: StepCounts | None = None
+    """Of a decode chunk with a draft: what became of the proposals; on the device until the work is read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Runner:
     def __init__(self, model: Model, settings: Settings) -> None:
         self.model, self.settings = model, settings
         self.cache = self._new_cache()
-        self.programs = Programs(model, settings, self.cache)
+        self.programs = self._new_programs()
         self.layouts = Layouts(settings.layouts)
         self.layout = self.layouts.known[0]
         self.state: DecodeState = self._blank(self.layout)
@@ -101,12 +108,12 @@ class Runner:
             works += self._prefill(call, requests, forks)
         self._copy(plan.forks)
         if plan.decode:
-            works.append(self._decode(plan.decode))
+            works += self._decode(plan)
         return works
 
     def read(self, work: Work, requests: Mapping[Track, Request]) -> Iterator[Result]:
         """Waits for a program and hands out what it gave each sequence."""
-        if work.kind == "prefill":
+        if work.kind in ("prefill", "draft"):
             if work.piece is None:
                 jax.block_until_ready(work.outputs)
                 return
@@ -118,6 +125,7 @@ class Runner:
             yield Result(sequence, [], [], False, tables)
             return
         chunk: DecodedChunk = jax.device_get(work.outputs)
+        work.outputs = chunk
         columns, counts, failed = chunk.tokens.T.tolist(), chunk.counts.tolist(), chunk.failed.tolist()
         for row, sequence in enumerate(work.rows):
             if sequence is None:
@@ -129,6 +137,9 @@ class Runner:
             yield Result(sequence, tokens, tables, failed[row])
 
     # --- Memory
+
+    def _new_programs(self) -> Programs:
+        return Programs(self.model, self.settings, self.cache)
 
     def _new_cache(self) -> kv_cache.PagedKVCache:
         rules = self.settings.rules
@@ -289,7 +300,7 @@ class Runner:
             ints(row for row, _ in started),
             ints((sequence.slot for sequence in tracks), settings.rules.max_sequences),
         )
-        return Work("first", _on_its_way(chunk), [*tracks, *[None] * padding], len(tracks), now)
+        return Work("first", on_its_way(chunk), [*tracks, *[None] * padding], len(tracks), now)
 
     def _copy(self, forks: Sequence[Fork]) -> None:
         copies = [fork.copy for fork in forks if fork.copy is not None]
@@ -301,28 +312,47 @@ class Runner:
 
     # --- Decode
 
-    def _decode(self, sequences: Sequence[Track]) -> Work:
+    def _decode(self, plan: Plan) -> Iterator[Work]:
         """One decode chunk, of the smallest number of rows and width of page table that hold everybody."""
-        settings = self.settings
-        rows = next(size for size in settings.decode_rows if size >= len(sequences))
+        size = Size(
+            "decode",
+            next(size for size in self.settings.decode_rows if size >= len(plan.decode)),
+            width=self._width(plan.decode),
+            layout=self.layout,
+            num_drafted=plan.chunk.num_drafted,
+        )
+        slots, table = self._chosen(plan.decode, size.rows, size.width)
+        now = time.perf_counter()
+        outputs, counts = self._run_chunk(self.programs.get(size), slots, table)
+        padded = [*plan.decode, *[None] * (size.rows - len(plan.decode))]
+        num_tokens = len(plan.decode) * plan.chunk.most
+        yield Work("decode", on_its_way(outputs), padded, num_tokens, now, chunk=plan.chunk, counts=counts)
+
+    def _run_chunk(
+        self, program: Callable[..., Any], slots: np.ndarray, table: np.ndarray
+    ) -> tuple[DecodedChunk, StepCounts | None]:
+        self.cache, self.state, chunk = program(self.model.params, self.cache, self.state, slots, table)
+        return chunk, None
+
+    def _width(self, sequences: Iterable[Track]) -> int:
+        """The narrowest page table that programs exist for and that holds everybody."""
         longest = max(len(sequence.pages) for sequence in sequences)
-        width = next(size for size in settings.page_widths if size >= longest)
-        slots = np.full(rows, settings.rules.max_sequences, np.int32)
+        return next(size for size in self.settings.page_widths if size >= longest)
+
+    def _chosen(self, sequences: Sequence[Track], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Slots int32 [rows] and page table int32 [rows, width] of some sequences, padded."""
+        slots = np.full(rows, self.settings.rules.max_sequences, np.int32)
         slots[: len(sequences)] = [sequence.slot for sequence in sequences]
         table = np.full((rows, width), SCRATCH_PAGE, np.int32)
         table[: len(sequences)] = self._table[slots[: len(sequences)], :width]
-        now = time.perf_counter()
-        program = self.programs.get(Size("decode", rows=rows, width=width, layout=self.layout))
-        self.cache, self.state, chunk = program(self.model.params, self.cache, self.state, slots, table)
-        padded = [*sequences, *[None] * (rows - len(sequences))]
-        return Work("decode", _on_its_way(chunk), padded, len(sequences) * settings.rules.decode_chunk, now)
+        return slots, table
 
 
-def _on_its_way(chunk: DecodedChunk) -> DecodedChunk:
+def on_its_way[Tree](outputs: Tree) -> Tree:
     """Starts the transfer to the host, so that reading finds it there."""
-    for leaf in jax.tree.leaves(chunk):
+    for leaf in jax.tree.leaves(outputs):
         leaf.copy_to_host_async()
-    return chunk
+    return outputs
 
 
 def _row(scores: TokenLogprobs, row: int, axis: int) -> TokenLogprobs:

@@ -61,23 +61,34 @@ class Verdict:
     """Of `tokens`, [batch, width]: the target's, as without a draft."""
 
 
+@typing.no_type_check
+@flax.struct.dataclass
+class Drafted:
+    """Drafted tokens to be judged, and what they are judged by."""
+
+    proposal: Proposal
+    exact: Bool[Array, "batch drafted"]
+    """What exact acceptance says of each."""
+    target_logprobs: Float32[Array, "batch drafted vocab"]
+    num_generated: Int32[Array, " batch"]
+    max_tokens: Int32[Array, " batch"]
+
+    @property
+    def own_logprobs(self) -> Float32[Array, "batch drafted"]:
+        """The target's of the drafted tokens themselves."""
+        return jnp.take_along_axis(self.target_logprobs, self.proposal.tokens[:, :, None], axis=2)[:, :, 0]
+
+
 @typing.runtime_checkable
 class Acceptance(Protocol):
-    """How proposals are judged; hashable, as it is part of the program. `accepts` returns bool [batch, drafted]."""
+    """How proposals are judged; hashable, as it is part of the program."""
 
     needs_logits: bool
     """Whether it needs the draft's distributions even of greedy and seeded rows."""
     lossless: bool
 
-    def accepts(
-        self,
-        exact: Bool[Array, "batch drafted"],
-        target_logprobs: Float32[Array, "batch drafted vocab"],
-        proposal: Proposal,
-        num_generated: Int32[Array, " batch"],
-        max_tokens: Int32[Array, " batch"],
-    ) -> Bool[Array, "batch drafted"]:
-        """Which proposals stay if all before them do; `exact` is what exact acceptance says."""
+    def accepts(self, drafted: Drafted) -> Bool[Array, "batch drafted"]:
+        """Which proposals stay if all before them do."""
         ...
 
 
@@ -88,15 +99,8 @@ class Exact:
     needs_logits = False
     lossless = True
 
-    def accepts(
-        self,
-        exact: Bool[Array, "batch drafted"],
-        target_logprobs: Float32[Array, "batch drafted vocab"],
-        proposal: Proposal,
-        num_generated: Int32[Array, " batch"],
-        max_tokens: Int32[Array, " batch"],
-    ) -> Bool[Array, "batch drafted"]:
-        return exact
+    def accepts(self, drafted: Drafted) -> Bool[Array, "batch drafted"]:
+        return drafted.exact
 
 
 def judge(
@@ -134,7 +138,7 @@ def judge(
             assert sampling.temperature is not None and sampling.keys is not None
             drawn = ~coupled & (sampling.temperature >= GREEDY_BELOW)
             exact = jnp.where(drawn[:, None], _passes(logprobs, proposal, sampling.keys, num_generated), exact)
-        accepted = acceptance.accepts(exact, logprobs, proposal, num_generated, max_tokens)
+        accepted = acceptance.accepts(Drafted(proposal, exact, logprobs, num_generated, max_tokens))
         accepted &= proposed & valid[:, :drafted]
         num_accepted = jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
         if proposal.logits is not None and not variant.greedy and acceptance.lossless:
@@ -163,7 +167,7 @@ def expanded(sampling: SamplingState, tokens: Int32[Array, "batch drafted"]) -> 
     for place in range(drafted):
         counts.append(counts[-1].at[rows, tokens[:, place]].add(1))
     stacked = jnp.stack(counts, axis=1).reshape(batch * (drafted + 1), -1)
-    return dataclasses.replace(wide, penalties=dataclasses.replace(wide.penalties, output_counts=stacked))
+    return wide.with_output_counts(stacked)
 
 
 def target_logprobs(

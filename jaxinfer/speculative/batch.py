@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.batch import PAGE_SIZE, Batch, Limits
+from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState, first_token
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta
 from jaxinfer.request import Request
-from jaxinfer.speculative.loop import SpeculativeState, StepCounts, catch_up, spec_chunk
+from jaxinfer.speculative.loop import Method, SpeculativeState, StepCounts, catch_up, spec_chunk
+from jaxinfer.speculative.proposer import Wanted
 from jaxinfer.speculative.speculation import Speculation
 
 
@@ -36,7 +38,7 @@ class SpeculativeBatch(Batch):
         draft = speculation.draft
         super().__init__(model, requests, limits, spare_tokens=draft.k)
         self.speculation = speculation
-        self.proposer = draft.proposer(model)
+        self.method = Method(model.config, draft.proposer(model), speculation.acceptance)
         self.draft_params = draft.params
         most = max(request.max_tokens for request in requests)
         self.controller = speculation.policy.begin(draft.k, self.size, most)
@@ -79,6 +81,7 @@ class SpeculativeBatch(Batch):
             history[row, : len(request.prompt)] = request.prompt
         history, coupled = jax.device_put((history, coupled), may_alias=False)  # the state is donated
         hidden = jnp.zeros((self.size, self.model.config.hidden_size), self.model.dtype)
+        assert isinstance(self.cache, PagedKVCache)
         draft = self.speculation.draft.create_state(self.model, self.cache.num_pages, PAGE_SIZE, self.size)
         return SpeculativeState(decode, history, hidden, coupled, draft)
 
@@ -112,13 +115,9 @@ class SpeculativeBatch(Batch):
             self.speculative_state,
             jnp.asarray(active),
             self._decode_table(reach + num_drafted),
-            config=self.model.config,
-            variant=self.variant,
-            proposer=self.proposer,
-            acceptance=self.speculation.acceptance,
-            num_drafted=num_drafted,
+            method=self.method,
+            wanted=Wanted(num_drafted, self.variant, self.with_logits and num_drafted > 0),
             num_steps=num_steps,
-            with_logits=self.with_logits and num_drafted > 0,
         )
         if num_drafted == 0 and self.speculation.draft.has_own_cache:
             self.unseen += num_steps
@@ -130,13 +129,15 @@ class SpeculativeBatch(Batch):
         chunk = smallest
         while chunk < min(self.unseen, self.limits.prefill_chunk, most // 2 + 1):
             chunk *= 2
+        nothing = jnp.zeros(self.size, jnp.int32)
         while self.unseen > 0:
             reach = self.page_table.shape[1] * PAGE_SIZE
             state = catch_up(
                 self.draft_params,
                 state,
                 self._table(chunk if from_empty else reach),
-                proposer=self.proposer,
+                nothing,
+                proposer=self.method.proposer,
                 chunk=chunk,
                 from_empty=from_empty,
             )

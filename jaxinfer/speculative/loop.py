@@ -23,9 +23,8 @@ from jaxinfer.decoder import Params
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState
 from jaxinfer.sampling_logprobs import TokenLogprobs
-from jaxinfer.sampling_state import SamplerVariant
 from jaxinfer.speculative.acceptance import DRAFT_STREAM, Acceptance, Proposal, Verdict, judge, stream_keys
-from jaxinfer.speculative.proposer import Proposer, Rows, idle_safe
+from jaxinfer.speculative.proposer import Proposer, Rows, Wanted, idle_safe
 
 # The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
 
@@ -54,19 +53,17 @@ class StepCounts:
     """Leading tokens that acceptance kept, those after a stop included."""
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "config",
-        "variant",
-        "proposer",
-        "acceptance",
-        "num_drafted",
-        "num_steps",
-        "with_logits",
-    ),
-    donate_argnames=("cache", "state"),
-)
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """The parts of a program that speculates, all static."""
+
+    config: ModelConfig
+    """The target's."""
+    proposer: Proposer
+    acceptance: Acceptance
+
+
+@functools.partial(jax.jit, static_argnames=("method", "wanted", "num_steps"), donate_argnames=("cache", "state"))
 def spec_chunk(
     params: Params,
     draft_params: Any,
@@ -75,21 +72,34 @@ def spec_chunk(
     active: Bool[Array, " batch"],
     page_table: Int32[Array, "batch pages"],
     *,
-    config: ModelConfig,
-    variant: SamplerVariant,
-    proposer: Proposer,
-    acceptance: Acceptance,
-    num_drafted: int,
+    method: Method,
+    wanted: Wanted,
     num_steps: int,
-    with_logits: bool,
 ) -> tuple[PagedKVCache, SpeculativeState, DecodedChunk, StepCounts]:
-    """Runs `num_steps` steps of up to `num_drafted` + 1 tokens a row.
-
-    Each row needs room in its pages for `num_drafted` tokens beyond the last it can gain. `with_logits`: some row's
-    drafted tokens are judged by the distributions that they were drawn from. Rows not `active` are done at once.
-    """
+    """`spec_steps` as a program of its own. Rows not `active` are done at once."""
     decode = dataclasses.replace(state.decode, done=state.decode.done | ~active)
-    state = dataclasses.replace(state, decode=decode, history=_with_newest(state.history, decode))
+    state = dataclasses.replace(state, decode=decode)
+    return spec_steps(params, draft_params, cache, state, page_table, method=method, wanted=wanted, num_steps=num_steps)
+
+
+def spec_steps(
+    params: Params,
+    draft_params: Any,
+    cache: PagedKVCache,
+    state: SpeculativeState,
+    page_table: Int32[Array, "batch pages"],
+    *,
+    method: Method,
+    wanted: Wanted,
+    num_steps: int,
+) -> tuple[PagedKVCache, SpeculativeState, DecodedChunk, StepCounts]:
+    """Runs `num_steps` steps of 1 to `wanted.num_drafted` + 1 tokens a row, for use inside a jitted program.
+
+    Each row needs room in its pages for `num_drafted` tokens beyond the last it can gain. Rows that are done write
+    nothing and gain nothing.
+    """
+    config, proposer, num_drafted = method.config, method.proposer, wanted.num_drafted
+    state = dataclasses.replace(state, history=_with_newest(state.history, state.decode))
 
     def step(carry: tuple[PagedKVCache, SpeculativeState], _: None):
         cache, state = carry
@@ -97,11 +107,9 @@ def spec_chunk(
         positions = jnp.where(decode.done, jnp.int32(-1), decode.positions)
         tokens, proposal, draft_state = decode.tokens[:, None], None, state.draft
         if num_drafted:
-            rows = rows_of(state, page_table, with_logits)
+            rows = rows_of(state, page_table, wanted.with_logits)
             with jax.named_scope("draft"):
-                proposal, draft_state, cache = proposer.propose(
-                    draft_params, state.draft, cache, rows, variant, num_drafted, with_logits
-                )
+                proposal, draft_state, cache = proposer.propose(draft_params, state.draft, cache, rows, wanted)
             tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
         with jax.named_scope("verify"):
             hidden, new_cache = decoder.forward(
@@ -121,11 +129,11 @@ def spec_chunk(
                 logits,
                 _no_proposal(decode) if proposal is None else proposal,
                 decode.sampling,
-                variant,
+                wanted.variant,
                 decode.num_generated,
                 decode.max_tokens,
                 state.coupled,
-                acceptance,
+                method.acceptance,
             )
             state, gained, failed = _advance(state, verdict, hidden)
             state = dataclasses.replace(state, draft=proposer.settle(draft_state, state.decode.positions))
@@ -141,22 +149,27 @@ def spec_chunk(
     return cache, state, DecodedChunk(tokens, totals, jnp.any(failed, axis=0), logprobs), counts
 
 
-@functools.partial(jax.jit, static_argnames=("proposer", "chunk", "from_empty"), donate_argnames="state")
-def catch_up(
+def show_draft(
     draft_params: Any,
     state: SpeculativeState,
     page_table: Int32[Array, "batch pages"],
+    known: Int32[Array, " batch"],
     *,
     proposer: Proposer,
     chunk: int,
     from_empty: bool = False,
 ) -> SpeculativeState:
-    """Shows the draft up to `chunk` tokens of each row that it has not seen: its prefill, and what plain steps left."""
-    rows = rows_of(state, page_table, False)
-    running = ~state.decode.done
-    return dataclasses.replace(
-        state, draft=proposer.catch_up(draft_params, state.draft, rows, running, chunk, from_empty)
-    )
+    """Shows the draft up to `chunk` tokens of each row that it has not seen: its prefill, and what plain steps left.
+
+    Arguments are those of `Proposer.catch_up`. For use inside a jitted program; `catch_up` is one of its own.
+    """
+    state = dataclasses.replace(state, history=_with_newest(state.history, state.decode))
+    rows = rows_of(state, page_table, with_logits=False)
+    draft = proposer.catch_up(draft_params, state.draft, rows, known, chunk, from_empty)
+    return dataclasses.replace(state, draft=draft)
+
+
+catch_up = jax.jit(show_draft, static_argnames=("proposer", "chunk", "from_empty"), donate_argnames="state")
 
 
 def rows_of(state: SpeculativeState, page_table: Int32[Array, "batch pages"], with_logits: bool) -> Rows:
@@ -213,10 +226,9 @@ def _advance(
     )
     sampling = decode.sampling
     if sampling.penalties is not None:
-        vocab = sampling.penalties.output_counts.shape[1]
-        counts = sampling.penalties.output_counts.at[rows, jnp.where(taken, verdict.tokens, vocab)].add(1, mode="drop")
-        penalties = dataclasses.replace(sampling.penalties, output_counts=counts)
-        sampling = dataclasses.replace(sampling, penalties=penalties)
+        counts = sampling.penalties.output_counts
+        counts = counts.at[rows, jnp.where(taken, verdict.tokens, counts.shape[1])].add(1, mode="drop")
+        sampling = sampling.with_output_counts(counts)
     decode = dataclasses.replace(
         decode,
         tokens=jnp.where(grew, newest, decode.tokens),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxinfer.speculative.acceptance import Proposal
+from jaxinfer.speculative.acceptance import Drafted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +34,13 @@ class LossyTopK:
             if getattr(self, name) < 1:
                 raise ValueError(f"LossyTopK: {name}={getattr(self, name)}; expected at least 1")
 
-    def accepts(
-        self,
-        exact: Bool[Array, "batch drafted"],
-        target_logprobs: Float32[Array, "batch drafted vocab"],
-        proposal: Proposal,
-        num_generated: Int32[Array, " batch"],
-        max_tokens: Int32[Array, " batch"],
-    ) -> Bool[Array, "batch drafted"]:
-        places = num_generated[:, None] + jnp.arange(exact.shape[1], dtype=jnp.int32)[None, :]
+    def accepts(self, drafted: Drafted) -> Bool[Array, "batch drafted"]:
+        places = drafted.num_generated[:, None] + jnp.arange(drafted.exact.shape[1], dtype=jnp.int32)[None, :]
         allowed = jnp.where(places < self.start_tokens, self.start, self.middle)
-        allowed = jnp.where(places >= max_tokens[:, None] - self.end_tokens, self.end, allowed)
-        own = jnp.take_along_axis(target_logprobs, proposal.tokens[:, :, None], axis=2)
-        rank = 1 + jnp.sum(target_logprobs > own, axis=2, dtype=jnp.int32)
-        return exact | ((rank <= allowed) & jnp.isfinite(own[:, :, 0]))
+        allowed = jnp.where(places >= drafted.max_tokens[:, None] - self.end_tokens, self.end, allowed)
+        own = drafted.own_logprobs
+        rank = 1 + jnp.sum(drafted.target_logprobs > own[:, :, None], axis=2, dtype=jnp.int32)
+        return drafted.exact | ((rank <= allowed) & jnp.isfinite(own))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,18 +57,11 @@ class LossyTypical:
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"LossyTypical: {name}={getattr(self, name)}; expected a number in (0, 1]")
 
-    def accepts(
-        self,
-        exact: Bool[Array, "batch drafted"],
-        target_logprobs: Float32[Array, "batch drafted vocab"],
-        proposal: Proposal,
-        num_generated: Int32[Array, " batch"],
-        max_tokens: Int32[Array, " batch"],
-    ) -> Bool[Array, "batch drafted"]:
-        own = jnp.take_along_axis(target_logprobs, proposal.tokens[:, :, None], axis=2)[:, :, 0]
-        possible = jnp.where(jnp.isfinite(target_logprobs), target_logprobs, 0.0)
-        entropy = -jnp.sum(jnp.exp(target_logprobs) * possible, axis=2)
-        return exact | (jnp.exp(own) > jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy)))
+    def accepts(self, drafted: Drafted) -> Bool[Array, "batch drafted"]:
+        logprobs = drafted.target_logprobs
+        entropy = -jnp.sum(jnp.exp(logprobs) * jnp.where(jnp.isfinite(logprobs), logprobs, 0.0), axis=2)
+        bound = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
+        return drafted.exact | (jnp.exp(drafted.own_logprobs) > bound)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,20 +79,13 @@ class LossyKL:
         if not self.threshold > 0.0:
             raise ValueError(f"LossyKL: threshold={self.threshold}; expected a positive number of nats")
 
-    def accepts(
-        self,
-        exact: Bool[Array, "batch drafted"],
-        target_logprobs: Float32[Array, "batch drafted vocab"],
-        proposal: Proposal,
-        num_generated: Int32[Array, " batch"],
-        max_tokens: Int32[Array, " batch"],
-    ) -> Bool[Array, "batch drafted"]:
-        own = jnp.take_along_axis(target_logprobs, proposal.tokens[:, :, None], axis=2)[:, :, 0]
-        if proposal.logits is None:
-            return exact | (-own < self.threshold)
-        draft = jax.nn.log_softmax(proposal.logits, axis=-1)
-        terms = jnp.where(jnp.isfinite(draft), jnp.exp(draft) * (draft - target_logprobs), 0.0)
-        return exact | ((jnp.sum(terms, axis=2) < self.threshold) & jnp.isfinite(own))
+    def accepts(self, drafted: Drafted) -> Bool[Array, "batch drafted"]:
+        own = drafted.own_logprobs
+        if drafted.proposal.logits is None:
+            return drafted.exact | (-own < self.threshold)
+        draft = jax.nn.log_softmax(drafted.proposal.logits, axis=-1)
+        terms = jnp.where(jnp.isfinite(draft), jnp.exp(draft) * (draft - drafted.target_logprobs), 0.0)
+        return drafted.exact | ((jnp.sum(terms, axis=2) < self.threshold) & jnp.isfinite(own))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,17 +100,12 @@ class SyntheticAcceptance:
         if not 0.0 <= self.probability <= 1.0:
             raise ValueError(f"SyntheticAcceptance: probability={self.probability}; expected a number in [0, 1]")
 
-    def accepts(
-        self,
-        exact: Bool[Array, "batch drafted"],
-        target_logprobs: Float32[Array, "batch drafted vocab"],
-        proposal: Proposal,
-        num_generated: Int32[Array, " batch"],
-        max_tokens: Int32[Array, " batch"],
-    ) -> Bool[Array, "batch drafted"]:
+    def accepts(self, drafted: Drafted) -> Bool[Array, "batch drafted"]:
+        batch, width = drafted.exact.shape
+
         def chance(row: Int32[Array, ""], step: Int32[Array, ""]) -> Float32[Array, " drafted"]:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), row), step)
-            return jax.random.uniform(key, (exact.shape[1],))
+            return jax.random.uniform(key, (width,))
 
-        rows = jnp.arange(exact.shape[0], dtype=jnp.int32)
-        return jax.vmap(chance)(rows, num_generated) < self.probability
+        rows = jnp.arange(batch, dtype=jnp.int32)
+        return jax.vmap(chance)(rows, drafted.num_generated) < self.probability

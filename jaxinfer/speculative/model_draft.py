@@ -8,7 +8,7 @@ import typing
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from jaxinfer import decoder, kv_cache
 from jaxinfer.config import ModelConfig
@@ -20,7 +20,7 @@ from jaxinfer.sampling_state import SamplerVariant, SamplingState
 from jaxinfer.speculative.acceptance import Proposal
 from jaxinfer.speculative.compatibility import check_tokens
 from jaxinfer.speculative.ngram import check_k
-from jaxinfer.speculative.proposer import Rows, at_places, fit_vocabulary, idle_safe, newest
+from jaxinfer.speculative.proposer import Rows, Wanted, at_places, fit_vocabulary, idle_safe, newest
 from jaxinfer.steps import prefill_positions
 
 log = logging.getLogger("jaxinfer")
@@ -117,13 +117,11 @@ class ModelProposer:
         state: DraftCache | tuple[()],
         cache: PagedKVCache,
         rows: Rows,
-        variant: SamplerVariant,
-        num_drafted: int,
-        with_logits: bool,
+        wanted: Wanted,
     ) -> tuple[Proposal, DraftCache | tuple[()], PagedKVCache]:
-        variant = dataclasses.replace(variant, num_logprobs=None)
+        variant = dataclasses.replace(wanted.variant, num_logprobs=None)
         sampling = dataclasses.replace(rows.sampling, keys=rows.noise_keys)
-        choose = functools.partial(self._choose, variant=variant, with_logits=with_logits)
+        choose = functools.partial(self._choose, variant=variant, with_logits=wanted.with_logits)
         forward = functools.partial(self._forward, params, rows=rows)
         pages = cache if isinstance(state, tuple) else state.cache
         if isinstance(state, tuple):
@@ -140,15 +138,15 @@ class ModelProposer:
             token, drawn, sampling = choose(logits, sampling, rows.num_generated + place)
             return (token, pages, sampling), (token, drawn)
 
-        places = jnp.arange(1, num_drafted, dtype=jnp.int32)
+        places = jnp.arange(1, wanted.num_drafted, dtype=jnp.int32)
         (_, pages, _), later = jax.lax.scan(another, (token, pages, sampling), places)
         tokens, logits = jax.tree.map(
             lambda first, rest: jnp.concatenate([first[None], rest]).swapaxes(0, 1), (token, drawn), later
         )
-        proposal = Proposal(tokens, jnp.full(tokens.shape[0], num_drafted, jnp.int32), logits)
+        proposal = Proposal(tokens, jnp.full(tokens.shape[0], wanted.num_drafted, jnp.int32), logits)
         if isinstance(state, tuple):
             return proposal, state, pages
-        written = jnp.where(rows.positions >= 0, rows.positions + num_drafted, state.lengths)
+        written = jnp.where(rows.positions >= 0, rows.positions + wanted.num_drafted, state.lengths)
         return proposal, DraftCache(pages, written), cache
 
     def _forward(
@@ -197,14 +195,15 @@ class ModelProposer:
         params: Params,
         state: DraftCache | tuple[()],
         rows: Rows,
-        running: Bool[Array, " batch"],
+        known: Int32[Array, " batch"],
         chunk: int,
         from_empty: bool,
     ) -> DraftCache | tuple[()]:
         if isinstance(state, tuple):
             return state
-        lengths = jnp.where(running, jnp.clip(rows.positions - state.lengths, 0, chunk), 0)
-        starts = jnp.where(lengths > 0, state.lengths, 0)
+        seen = jnp.maximum(state.lengths, known)
+        lengths = jnp.clip(rows.positions - seen, 0, chunk)  # idle rows are at -1
+        starts = jnp.where(lengths > 0, seen, 0)
         tokens = at_places(rows.history, starts[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None, :])
         _, pages = decoder.forward(
             params,
@@ -217,4 +216,4 @@ class ModelProposer:
             context_lengths=rows.context_lengths,
         )
         assert pages is not None
-        return DraftCache(pages, state.lengths + lengths)
+        return DraftCache(pages, jnp.where(rows.positions >= 0, seen + lengths, state.lengths))

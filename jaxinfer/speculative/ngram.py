@@ -8,9 +8,8 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.model import Model
-from jaxinfer.sampling_state import SamplerVariant
 from jaxinfer.speculative.acceptance import Proposal
-from jaxinfer.speculative.proposer import Rows, at_places
+from jaxinfer.speculative.proposer import KeepsNothing, LearnsNothing, Rows, Wanted, at_places
 
 MAX_DRAFTED = 15
 """Most tokens a draft may propose: verification runs k + 1 at once, and its attention kernel takes 16."""
@@ -23,7 +22,7 @@ def check_k(k: int, kind: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramDraft:
+class NgramDraft(KeepsNothing):
     """Proposes what followed the longest suffix of the row, of `max_n` down to `min_n` tokens, when it occurred last.
 
     A continuation that reaches the row's end goes on from its own beginning, so that a row that repeats itself is
@@ -35,8 +34,6 @@ class NgramDraft:
     min_n: int = 2
     max_n: int = 4
     draws = False
-    has_own_cache = False
-    bytes_per_token = 0
     params = ()
 
     def __post_init__(self) -> None:
@@ -58,38 +55,20 @@ class NgramDraft:
     def proposer(self, target: Model) -> "NgramProposer":
         return NgramProposer(self.min_n, self.max_n)
 
-    def create_state(self, target: Model, num_pages: int, page_size: int, batch: int) -> tuple[()]:
-        return ()
-
 
 @dataclasses.dataclass(frozen=True)
-class NgramProposer:
+class NgramProposer(LearnsNothing):
     """The compiled part: a few comparisons over the row's history, no sequential search."""
 
     min_n: int
     max_n: int
 
     def propose(
-        self,
-        params: Any,
-        state: Any,
-        cache: PagedKVCache,
-        rows: Rows,
-        variant: SamplerVariant,
-        num_drafted: int,
-        with_logits: bool,
-    ) -> tuple[Proposal, Any, PagedKVCache]:
-        tokens, found = lookup(rows.history, rows.positions, self.min_n, self.max_n, num_drafted)
-        lengths = jnp.where(found, jnp.int32(num_drafted), jnp.int32(0))
+        self, params: Any, state: tuple[()], cache: PagedKVCache, rows: Rows, wanted: Wanted
+    ) -> tuple[Proposal, tuple[()], PagedKVCache]:
+        tokens, found = lookup(rows.history, rows.positions, self.min_n, self.max_n, wanted.num_drafted)
+        lengths = jnp.where(found, jnp.int32(wanted.num_drafted), jnp.int32(0))
         return Proposal(tokens, lengths), state, cache
-
-    def settle(self, state: Any, positions: Int32[Array, " batch"]) -> Any:
-        return state
-
-    def catch_up(
-        self, params: Any, state: Any, rows: Rows, running: Bool[Array, " batch"], chunk: int, from_empty: bool
-    ) -> Any:
-        return state
 
 
 def lookup(

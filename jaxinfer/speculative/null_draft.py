@@ -8,25 +8,21 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
 
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.model import Model
-from jaxinfer.sampling_state import SamplerVariant
 from jaxinfer.speculative.acceptance import Proposal
 from jaxinfer.speculative.ngram import check_k
-from jaxinfer.speculative.proposer import Rows
+from jaxinfer.speculative.proposer import KeepsNothing, LearnsNothing, Rows, Wanted
 
 
 @dataclasses.dataclass(frozen=True)
-class NullDraft:
+class NullDraft(KeepsNothing):
     """Steps have room for k drafted tokens and get none."""
 
     k: int = 4
     name = "nothing"
     draws = False
-    has_own_cache = False
-    bytes_per_token = 0
     params = ()
 
     def __post_init__(self) -> None:
@@ -38,31 +34,14 @@ class NullDraft:
     def proposer(self, target: Model) -> "NullProposer":
         return NullProposer()
 
-    def create_state(self, target: Model, num_pages: int, page_size: int, batch: int) -> tuple[()]:
-        return ()
-
 
 @dataclasses.dataclass(frozen=True)
-class NullProposer:
+class NullProposer(LearnsNothing):
     """The compiled part: padding."""
 
     def propose(
-        self,
-        params: Any,
-        state: Any,
-        cache: PagedKVCache,
-        rows: Rows,
-        variant: SamplerVariant,
-        num_drafted: int,
-        with_logits: bool,
-    ) -> tuple[Proposal, Any, PagedKVCache]:
+        self, params: Any, state: tuple[()], cache: PagedKVCache, rows: Rows, wanted: Wanted
+    ) -> tuple[Proposal, tuple[()], PagedKVCache]:
         batch = rows.positions.shape[0]
-        return Proposal(jnp.zeros((batch, num_drafted), jnp.int32), jnp.zeros(batch, jnp.int32)), state, cache
-
-    def settle(self, state: Any, positions: Int32[Array, " batch"]) -> Any:
-        return state
-
-    def catch_up(
-        self, params: Any, state: Any, rows: Rows, running: Bool[Array, " batch"], chunk: int, from_empty: bool
-    ) -> Any:
-        return state
+        nothing = Proposal(jnp.zeros((batch, wanted.num_drafted), jnp.int32), jnp.zeros(batch, jnp.int32))
+        return nothing, state, cache

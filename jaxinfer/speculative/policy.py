@@ -33,21 +33,43 @@ class Controller(Protocol):
 
 @typing.runtime_checkable
 class Policy(Protocol):
+    def lengths(self, k: int) -> tuple[int, ...]:
+        """All that its controllers may choose for a draft of up to `k` tokens, ascending: each is a program of its own.
+
+        Raises ValueError for lengths beyond `k`.
+        """
+        ...
+
     def begin(self, k: int, batch_size: int, num_tokens: int) -> Controller:
         """For a draft of up to `k` tokens and a batch whose rows generate up to `num_tokens`."""
         ...
 
 
+def is_length(value: object) -> bool:
+    """Whether it is a number of tokens: an integer of at least 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+@typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class FixedLength:
     """Always the same length; by default the draft's k."""
 
     length: int | None = None
 
-    def begin(self, k: int, batch_size: int, num_tokens: int) -> "FixedLength":
-        if self.length is not None and not 0 <= self.length <= k:
+    def __post_init__(self) -> None:
+        if self.length is not None and not is_length(self.length):
+            raise ValueError(
+                f"FixedLength: length={self.length!r}; expected a number of tokens, or None for the draft's k"
+            )
+
+    def lengths(self, k: int) -> tuple[int, ...]:
+        if self.length is not None and self.length > k:
             raise ValueError(f"FixedLength: length={self.length}; expected 0 to the draft's k={k}")
-        return FixedLength(k if self.length is None else self.length)
+        return (k if self.length is None else self.length,)
+
+    def begin(self, k: int, batch_size: int, num_tokens: int) -> "FixedLength":
+        return FixedLength(*self.lengths(k))
 
     def choose(self, context: int) -> int:
         assert self.length is not None
@@ -57,6 +79,7 @@ class FixedLength:
         """Learns nothing."""
 
 
+@typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class LengthByContext:
     """A length for each range of context lengths: `((0, 4), (1024, 2), (8192, 0))` drafts 4, from 1024 tokens on 2."""
@@ -64,14 +87,21 @@ class LengthByContext:
     table: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
+        is_table = isinstance(self.table, tuple) and all(isinstance(pair, tuple) for pair in self.table)
+        if not is_table or not all(len(pair) == 2 and all(map(is_length, pair)) for pair in self.table):
+            raise ValueError(f"LengthByContext: {self.table!r}; expected a tuple of pairs such as ((0, 4), (1024, 2))")
         starts = [start for start, _ in self.table]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise ValueError(f"LengthByContext: {self.table}; expected (context, length) pairs from context 0 upwards")
 
-    def begin(self, k: int, batch_size: int, num_tokens: int) -> "LengthByContext":
+    def lengths(self, k: int) -> tuple[int, ...]:
         for _, length in self.table:
-            if not 0 <= length <= k:
+            if length > k:
                 raise ValueError(f"LengthByContext: length {length}; expected 0 to the draft's k={k}")
+        return tuple(sorted({length for _, length in self.table}))
+
+    def begin(self, k: int, batch_size: int, num_tokens: int) -> "LengthByContext":
+        self.lengths(k)
         return self
 
     def choose(self, context: int) -> int:
@@ -89,19 +119,25 @@ class Adaptive:
     now and then, at growing intervals. What steps cost is remembered from batch to batch of one size.
     """
 
+    @typing.no_type_check  # it checks more, and its error is the one users must see
     def __init__(self, lengths: Sequence[int] | None = None) -> None:
-        self.lengths = None if lengths is None else tuple(sorted({0, *lengths}))
+        if lengths is not None and not (isinstance(lengths, list | tuple) and all(map(is_length, lengths))):
+            raise ValueError(f"Adaptive: lengths={lengths!r}; expected numbers of drafted tokens such as (2, 4)")
+        self.chosen = None if lengths is None else tuple(sorted({0, *lengths}))
         self._costs: dict[int, StepCosts] = {}
 
     def __repr__(self) -> str:
-        return f"Adaptive(lengths={self.lengths})"
+        return f"Adaptive(lengths={self.chosen})"
+
+    def lengths(self, k: int) -> tuple[int, ...]:
+        lengths = tuple(sorted({0, (k + 1) // 2, k})) if self.chosen is None else self.chosen
+        if lengths[-1] > k or lengths[-1] == 0:
+            raise ValueError(f"Adaptive: lengths={lengths}; expected some from 1 to the draft's k={k}")
+        return lengths
 
     def begin(self, k: int, batch_size: int, num_tokens: int) -> "AdaptiveController":
-        lengths = tuple(sorted({0, (k + 1) // 2, k})) if self.lengths is None else self.lengths
-        if not 0 <= lengths[0] <= lengths[-1] <= k or lengths[-1] == 0:
-            raise ValueError(f"Adaptive: lengths={lengths}; expected some from 1 to the draft's k={k}")
         costs = self._costs.setdefault(batch_size, StepCosts())
-        return AdaptiveController(lengths, batch_size, num_tokens, costs)
+        return AdaptiveController(self.lengths(k), batch_size, num_tokens, costs)
 
 
 class StepCosts:

@@ -3,13 +3,14 @@
 A further kind of draft (heads that predict several tokens, say) implements both; `loop` calls nothing else.
 """
 
+import dataclasses
 import typing
 from typing import Any, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.model import Model
@@ -37,25 +38,32 @@ class Rows:
     """Keys to draw with in place of `sampling.keys`; None if all rows are greedy."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a step wants of a draft; static."""
+
+    num_drafted: int
+    variant: SamplerVariant
+    with_logits: bool
+    """Whether the proposal needs the logits that its tokens were drawn from (one-hot tokens may leave them out for the
+    whole batch). Without them, tokens that are drawn are drawn with `Rows.noise_keys`."""
+
+
 @typing.runtime_checkable
 class Proposer(Protocol):
-    """The part of a draft that is compiled into the loop. Hashable: programs are kept by it."""
+    """The part of a draft that is compiled into the loop. Hashable: programs are kept by it.
+
+    Its state is a pytree. Pages of its own are a `PagedKVCache`, numbered as the target's; all other leaves are indexed
+    by row first, and a row begins with zeros.
+    """
 
     def propose(
-        self,
-        params: Any,
-        state: Any,
-        cache: PagedKVCache,
-        rows: Rows,
-        variant: SamplerVariant,
-        num_drafted: int,
-        with_logits: bool,
+        self, params: Any, state: Any, cache: PagedKVCache, rows: Rows, wanted: Wanted
     ) -> tuple[Proposal, Any, PagedKVCache]:
-        """Proposes `num_drafted` tokens a row; returns the proposal, the draft's new state and the target's cache.
+        """Proposes tokens to each row; returns the proposal, the draft's new state and the target's cache.
 
         What it writes to the target's cache must lie at the newest token's position or after it: verification writes
-        those places again. With `with_logits` the proposal has the logits that its tokens were drawn from (one-hot
-        tokens may leave them out for the whole batch); without, tokens that are drawn are drawn with `rows.noise_keys`.
+        those places again.
         """
         ...
 
@@ -65,13 +73,36 @@ class Proposer(Protocol):
         ...
 
     def catch_up(
-        self, params: Any, state: Any, rows: Rows, running: Bool[Array, " batch"], chunk: int, from_empty: bool
+        self, params: Any, state: Any, rows: Rows, known: Int32[Array, " batch"], chunk: int, from_empty: bool
     ) -> Any:
-        """Takes in up to `chunk` tokens a row that precede its newest one and that the state has not seen.
+        """Takes in up to `chunk` tokens of each running row that precede its newest one and that it has not seen.
 
-        `from_empty` promises that no row has seen any.
+        The first `known` tokens of a row are in its pages already, whoever wrote them there. `from_empty` promises that
+        there are none in any row and that no row has seen any token.
         """
         ...
+
+
+class KeepsNothing:
+    """What drafts without a state have in common."""
+
+    has_own_cache = False
+    bytes_per_token = 0
+
+    def create_state(self, target: Model, num_pages: int, page_size: int, batch: int) -> tuple[()]:
+        return ()
+
+
+class LearnsNothing:
+    """What proposers without a state have in common."""
+
+    def settle(self, state: tuple[()], positions: Int32[Array, " batch"]) -> tuple[()]:
+        return state
+
+    def catch_up(
+        self, params: Any, state: tuple[()], rows: Rows, known: Int32[Array, " batch"], chunk: int, from_empty: bool
+    ) -> tuple[()]:
+        return state
 
 
 @typing.runtime_checkable

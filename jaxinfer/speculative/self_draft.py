@@ -13,13 +13,14 @@ from jaxinfer.model import Model
 from jaxinfer.packed_weights import device_layout
 from jaxinfer.speculative.model_draft import ModelProposer
 from jaxinfer.speculative.ngram import check_k
+from jaxinfer.speculative.proposer import KeepsNothing
 from pallas_kernels.int4_matmul import PackedInt4, from_codes
 
 GROUP_SIZE = 64
 LINEAR = ("qkv", "o", "gate_up", "down")
 
 
-class SelfDraft:
+class SelfDraft(KeepsNothing):
     """Drafts with the target itself: cheaper weights, no second model, no second cache, no prefill of its own.
 
     `int4` packs the layers' projections in 4 bits, rounded to the nearest of 16 values in groups of 64 inputs: near a
@@ -29,8 +30,6 @@ class SelfDraft:
     """
 
     draws = True
-    has_own_cache = False
-    bytes_per_token = 0
 
     def __init__(self, model: Model, k: int = 4, *, int4: bool = True, num_layers: int | None = None) -> None:
         """Raises ValueError for a k outside 1 to 15, for layers that do not exist, and if nothing would be cheaper."""
@@ -68,9 +67,6 @@ class SelfDraft:
     @property
     def config(self) -> ModelConfig:
         return dataclasses.replace(self.model.config, layers=self.model.config.layers[: self.num_layers])
-
-    def create_state(self, target: Model, num_pages: int, page_size: int, batch: int) -> tuple[()]:
-        return ()
 
 
 def packed(layer: LayerParams) -> LayerParams:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import typing
 
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs, Weight
 from jaxinfer.model import Model
@@ -22,15 +23,27 @@ class Speculation:
     has a name that begins with Lossy.
     """
 
+    @typing.no_type_check  # it checks more, and its errors are the ones users must see
     def __init__(self, draft: Draft, *, acceptance: Acceptance | None = None, policy: Policy | None = None) -> None:
-        self.draft = draft
-        self.acceptance = Exact() if acceptance is None else acceptance
-        self.policy = Adaptive() if policy is None else policy
+        """Raises ValueError for what is no draft, acceptance or policy, and for lengths beyond the draft's k."""
+        self.draft: Draft = _instance("draft", draft, Draft, "a draft such as jaxinfer.NgramDraft(k=4)")
+        self.acceptance: Acceptance = _instance(
+            "acceptance",
+            Exact() if acceptance is None else acceptance,
+            Acceptance,
+            "None for exact acceptance, or a mode of jaxinfer.speculative.lossy such as LossyTopK()",
+        )
+        self.policy: Policy = _instance(
+            "policy",
+            Adaptive() if policy is None else policy,
+            Policy,
+            "None, or a policy of jaxinfer.speculative.policy such as FixedLength(4)",
+        )
         self.report = SpeculationReport()
         self.lock = threading.Lock()
         """Held while `report` is changed: runs in several threads may share it."""
         self._warned: set[str] = set()
-        self.policy.begin(draft.k, 1, 1)  # raises ValueError for lengths beyond the draft's
+        self.policy.lengths(draft.k)  # raises ValueError for lengths beyond the draft's
         if not self.acceptance.lossless:
             log.warning("%r is not exact: outputs are not those of the target alone", self.acceptance)
 
@@ -58,11 +71,16 @@ def as_speculation(draft: object) -> Speculation:
     """What `generate` was given, as a Speculation. Raises ValueError for what is no draft."""
     if isinstance(draft, Speculation):
         return draft
-    if not isinstance(draft, Draft):
-        raise ValueError(
-            f"draft is {type(draft).__name__}; expected a draft such as jaxinfer.NgramDraft(k=4), or a Speculation"
-        )
-    return Speculation(draft)
+    return Speculation(_instance("draft", draft, Draft, "a draft such as jaxinfer.NgramDraft(k=4), or a Speculation"))
+
+
+def _instance[Kind](name: str, value: object, kind: type[Kind], expected: str) -> Kind:
+    """The value, if it is an instance of that kind. Raises ValueError for anything else, and for a class itself."""
+    if isinstance(value, type):
+        raise ValueError(f"{name} is the class {value.__name__}; expected an object of it: {expected}")
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {type(value).__name__}; expected {expected}")
+    return value
 
 
 def quantisation(params: object) -> str:
