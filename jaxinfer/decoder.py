@@ -86,7 +86,7 @@ def attention_block[Cache: KVCache](
     layer: int,
     tokens: Tokens,
     config: ModelConfig,
-) -> tuple[Float[Array, "batch tokens hidden"], Cache | None]:
+) -> tuple[Float[Array, "batch tokens q_size"], Cache | None]:
     """Normalises, projects, rotates, appends to the cache, attends: the heads' results, side by side."""
     batch, length, _ = x.shape
     layer_config = config.layers[layer]
