@@ -8,7 +8,7 @@ alike: a row takes any that is free, and keeps only the list.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -184,8 +184,3 @@ class TierPages:
             int8_start=starts("first_int8"),
             window_start=starts("first_window"),
         )
-
-    def pages_in_use(self) -> Iterator[tuple[str, int]]:
-        """(tier, pages) of all rows together."""
-        for name in self.pools:
-            yield name, sum(len(getattr(row, name)) for row in self.rows)
