@@ -206,15 +206,18 @@ class Batch:
 
     def _prefill_table(self, rows: np.ndarray, start: int, chunk: int) -> np.ndarray | TierTables:
         """The page table for prefilling a chunk of `rows` (-1: padding) from token `start` on."""
-        width = self._table(start + chunk).shape[1]
+        width = self._table_width(start + chunk)
         return np.where(rows[:, None] >= 0, self.page_table[rows, :width], kv_cache.SCRATCH_PAGE)
 
     def _table(self, num_tokens: int) -> jax.Array:
         """The page table, as wide as rows of up to `num_tokens` tokens need."""
-        width = min(pages_for(num_tokens), self.page_table.shape[1])
+        width = self._table_width(num_tokens)
         if width not in self._device_tables:
             self._device_tables[width] = jnp.asarray(self.page_table[:, :width])
         return self._device_tables[width]
+
+    def _table_width(self, num_tokens: int) -> int:
+        return min(pages_for(num_tokens), self.page_table.shape[1])
 
     def _dispatch(self, dispatched: int) -> DecodedChunk:
         """Starts the chunk that follows `dispatched` generated tokens."""

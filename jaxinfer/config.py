@@ -5,6 +5,7 @@ decoder branches on is here, resolved to its final value: no field means "look e
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
@@ -90,6 +91,18 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Union of every end-of-generation id the checkpoint names (config, generation config, tokenizer, GGUF)."""
+
+    def __hash__(self) -> int:
+        """Computed once: each call of a jitted program asks for it, and the layers' hashes take their time."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __getstate__(self) -> dict[str, object]:
+        # Another process hashes strings differently.
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
     def num_layers(self) -> int:

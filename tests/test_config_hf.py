@@ -1,9 +1,11 @@
 """config.json of public models, in both spellings, against the models transformers builds from them; and bad ones."""
 
 import copy
+import dataclasses
 import json
 import math
 import pathlib
+import pickle
 from typing import Any
 
 import pytest
@@ -374,3 +376,13 @@ def test_damaged_files_give_a_configuration_or_a_one_line_error(data: st.DataObj
 
 def test_every_supported_family_has_a_fixture() -> None:
     assert {case.model_type for case in CASES} == set(SUPPORTED)
+
+
+def test_a_hash_is_computed_once_and_not_taken_along() -> None:
+    """Another process hashes strings differently."""
+    config = from_hugging_face(public("llama-3.2-1b"))
+    assert hash(config) == hash(from_hugging_face(public("llama-3.2-1b"))) == vars(config)["_hash"]
+    copy = pickle.loads(pickle.dumps(config))
+    assert "_hash" not in vars(copy)
+    assert (copy, hash(copy)) == (config, hash(config))
+    assert hash(dataclasses.replace(config, vocab_size=7)) != hash(config)
