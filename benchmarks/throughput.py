@@ -40,10 +40,10 @@ def options_for(engine: str, longest: int, batch: int, prefill_rows: list[int], 
         "max_model_len": 2 * longest,
         "int4": int4,
         "max_decode_batch": batch,
-        "max_prefill_tokens": 16 * longest,
+        "max_prefill_tokens": 64 * longest,
         "prefill_lengths": (*range(step, longest + step, step), 2 * longest),  # whole prompts, none in pieces
-        "decode_stall_tokens": 2 * longest,
-        "decode_rows": tuple(sorted({min(rows, batch) for rows in (32, 64, 128, batch)})),
+        "decode_stall_tokens": 64 * longest,  # throughput, not latency: prompts first
+        "decode_rows": tuple(sorted({max(1, batch * eighths // 8) for eighths in range(1, 9)})),
         "prefill_rows": tuple(prefill_rows),
         "prefix_cache": False,  # as for vLLM
         "sampling": (ji.SamplingParams(temperature=0.6),),
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1024, help="of prompts and of outputs, in tokens")
     parser.add_argument("--largest-id", type=int, default=10000, help="of prompts' tokens; others draw other lengths")
     parser.add_argument("--batch", type=int, default=256, help="jaxinfer: sequences decoded at once")
-    parser.add_argument("--prefill-rows", type=int, nargs="+", default=[1, 4], help="jaxinfer: prompts a prefill call")
+    parser.add_argument("--prefill-rows", type=int, nargs="+", default=[8], help="jaxinfer: prompts a prefill call")
     parser.add_argument("--repeats", type=int, default=2, help="the fastest counts; for nanovllm give 1")
     parser.add_argument("--timeline", type=pathlib.Path, help="jaxinfer: a picture of the last run")
     parser.add_argument("--results", type=pathlib.Path, help="jaxinfer: folder for the JSON lines")
