@@ -27,7 +27,7 @@ from benchmarks import kernels_triton
 from benchmarks.harness import RESULTS, Recorder, read_rate
 from pallas_kernels.int4_matmul import PackedInt4, dequantize, mosaic, tuning
 from pallas_kernels.int4_matmul.operands import Tokens
-from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan, Schedule
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES, PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Stream
 
 ROTATED_BYTES = 256 << 20
@@ -44,11 +44,17 @@ class Case:
     group: int = 128
     kind: str = "zero_point"
     only: str = ""  # "read": fetch the weights and nothing else; "read x": and x; "": everything
+    fusion: Fusion = PLAIN
 
     @property
     def chosen(self) -> Schedule:
         weight = jax.eval_shape(lambda: random_weight(jax.random.key(0), self))
-        return self.schedule or tuning.plan_for(self.m, weight).schedule
+        return self.schedule or tuning.plan_for(self.m, weight, fusion=self.fusion).schedule
+
+    @property
+    def part(self) -> str:
+        fused = {"norm": self.fusion.norm_eps is not None, "gate": self.fusion.gated, "residual": self.fusion.residual}
+        return self.only or " ".join(["all", *(name for name, given in fused.items() if given)])
 
     @property
     def record(self) -> dict[str, object]:
@@ -61,7 +67,7 @@ class Case:
             "group": self.group,
             "zero": self.kind,
             "schedule": f"{s.warps}w{s.parts}p{s.strips}s{s.depth}d {s.blocks}b {'digits' if s.digits else 'halves'}",
-            "part": self.only or "all",
+            "part": self.part,
         }
 
     @property
@@ -73,6 +79,7 @@ UP, DOWN = (4096, 14336), (14336, 4096)
 GATE_UP, QKV, OUT = (4096, 28672), (4096, 6144), (4096, 4096)
 WIDE = Schedule(warps=16, parts=2, strips=4, depth=3, digits=True)
 TALL = Schedule(warps=8, parts=2, strips=2, depth=3, blocks=264, digits=True)
+NORM, NORM_GATE = Fusion(norm_eps=1e-5), Fusion(norm_eps=1e-5, gated=True)
 CASES = [
     Case(1, *UP, 10.8),
     Case(8, *UP, 11.9),
@@ -82,7 +89,12 @@ CASES = [
     Case(8, *OUT, 5.8),
     Case(1, *QKV, 6.0),
     Case(8, *QKV, 7.2),
-    Case(1, *GATE_UP, 17.5),
+    Case(1, *GATE_UP, 18.4),
+    Case(1, *GATE_UP, 19.7, fusion=NORM_GATE),
+    Case(1, *QKV, 7.2, fusion=NORM),
+    Case(1, *OUT, 5.1, fusion=Fusion(residual=True)),
+    Case(8, *GATE_UP, 24.5, fusion=NORM_GATE),
+    Case(16, *GATE_UP, 31.0, fusion=NORM_GATE),
     Case(8, *UP, 12.1, TALL),
     Case(16, *UP, 14.6),
     Case(16, *DOWN, 15.0),
@@ -118,11 +130,29 @@ def weights_of(k: int, n: int, group: int, kind: str) -> list[PackedInt4]:
 
 
 @functools.cache
-def inputs(m: int, k: int, n: int, group: int, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Tokens, and the float32 product with the first weight."""
-    x = jax.random.normal(jax.random.key(99), (m, k), BF16)
-    product = jax.jit(lambda x, w: jnp.dot(x.astype(jnp.float32), dequantize(w).T, precision="highest"))
-    return x, product(x, weights_of(k, n, group, kind)[0])
+def inputs(
+    m: int, k: int, n: int, group: int, kind: str, fusion: Fusion
+) -> tuple[jax.Array, dict[str, jax.Array | None], jax.Array]:
+    """Tokens, what else the product takes, and the float32 result for the first weight."""
+    keys = jax.random.split(jax.random.key(99), 3)
+    x = jax.random.normal(keys[0], (m, k), BF16)
+    norm = None if fusion.norm_eps is None else jax.random.uniform(keys[1], (k,), jnp.float32, 0.5, 1.5)
+    residual = jax.random.normal(keys[2], (m, n), BF16) if fusion.residual else None
+
+    @jax.jit
+    def product(x: jax.Array, w: PackedInt4) -> jax.Array:
+        x = x.astype(jnp.float32)
+        root = jnp.float32(1.0)
+        if norm is not None:
+            root = lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + jnp.float32(1e-5))
+            x = (x * norm[None, :]).astype(BF16).astype(jnp.float32)
+        out = jnp.dot(x, dequantize(w).T, precision="highest") * root
+        if fusion.gated:
+            gate, other = jnp.split(out, 2, axis=1)
+            out = jax.nn.silu(gate) * other
+        return out if residual is None else out + residual.astype(jnp.float32)
+
+    return x, {"norm": norm, "residual": residual}, product(x, weights_of(k, n, group, kind)[0])
 
 
 def read(w: Any, plan: Plan, a: mosaic.Arguments, slice_: Any, block: Any, *, with_x: bool) -> None:
@@ -164,7 +194,7 @@ def timed(function: Callable[..., Any], *arguments: Any, iterations: int = 6) ->
 
 def run(recorder: Recorder, rate: float, case: Case) -> None:
     weights = weights_of(case.k, case.n, case.group, case.kind)
-    x, expected = inputs(case.m, case.k, case.n, case.group, case.kind)
+    x, given, expected = inputs(case.m, case.k, case.n, case.group, case.kind, case.fusion)
     schedule = case.chosen
 
     @jax.jit  # traced and lowered once, however often the timed function calls it
@@ -172,7 +202,7 @@ def run(recorder: Recorder, rate: float, case: Case) -> None:
         if case.only:
             program = functools.partial(read, with_x=case.only == "read x")
             return mosaic.partial_sums(x, w, schedule=schedule, out_dtype=BF16, program=program)
-        return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=BF16)
+        return mosaic.int4_matmul(x, w, **given, schedule=schedule, out_dtype=BF16, fusion=case.fusion)
 
     started = time.perf_counter()
     first = jax.block_until_ready(product(weights[0], x))
