@@ -207,14 +207,9 @@ def test_explain_says_why_not_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(x, weight) == "the first that supports this call"
     assert "bfloat16 activations, not float32" in reason(x.astype(jnp.float32), weight)
     assert "one row or more" in reason(jnp.zeros((0, 64), jnp.bfloat16), weight)
-    assert "repack with to_mosaic" in reason(x, make(24, 64, 32, "symmetric")[0])
+    assert "repack with to_kernel_layout" in reason(x, make(24, 64, 32, "symmetric")[0])
     odd = to_mosaic(make(24, 72, 24, "symmetric")[0])
     assert "groups of 16, 32, 64 or a multiple of 128" in reason(jnp.zeros((4, 72), jnp.bfloat16), odd)
-    assert "no code books" in reason(x, to_mosaic(from_codes_with_book()))
-
-
-def from_codes_with_book() -> PackedInt4:
-    return from_codes(np.zeros((8, 64), np.uint8), np.ones((8, 2), BF16), group_size=32, book=np.zeros(16, np.float32))
 
 
 def test_backend_can_be_forced_and_a_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +231,6 @@ def test_weights_are_repacked_for_the_kernel_that_will_read_them(monkeypatch: py
     assert to_kernel_layout(weight).layout == "triton"
     monkeypatch.setattr(dispatch, "hopper_refusal", lambda: None)
     assert to_kernel_layout(weight).layout == "mosaic"
-    assert to_kernel_layout(from_codes_with_book()).layout == "triton"  # the Mosaic kernel has no code books
     assert to_kernel_layout(make(24, 72, 24, "symmetric")[0]).layout == "canonical"  # groups of 24: neither kernel
     monkeypatch.setenv("JAXINFER_KERNELS", "triton")
     assert to_kernel_layout(weight).layout == "triton"

@@ -1,13 +1,22 @@
 """Weights of 8-bit codes in groups: the canonical form, and the order of bytes that the Hopper kernels read."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, Kind, PackedInt4, by_strip, check_groups, steps_per_run
+from pallas_kernels.int4_matmul.packing import (
+    COLUMNS,
+    STRIP,
+    Kind,
+    Layout,
+    PackedInt4,
+    by_strip,
+    check_groups,
+    steps_per_run,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +41,7 @@ class PackedInt8:
     offsets: Any
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     group_size: int = dataclasses.field(metadata={"static": True})
-    layout: Literal["canonical", "mosaic"] = dataclasses.field(metadata={"static": True}, default="canonical")
+    layout: Layout = dataclasses.field(metadata={"static": True}, default="canonical")
 
     bits: ClassVar[int] = 8
     book: ClassVar[None] = None

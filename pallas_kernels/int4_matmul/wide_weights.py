@@ -7,7 +7,7 @@ from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.mosaic import Arguments
 
 NONE, EIGHT = 0x43004300, 0x43084308  # two bfloat16 of 128, of 128 + 8
-MINUS_128, OF_384 = 0xC300C300, 0x43C043C0
+MINUS_128, OF_384 = 0xC300C300 - (1 << 32), 0x43C043C0
 
 # Row r's zero point twice, each in a word's half, of the 16 bits that are those of rows r and r + 8: with the upper
 # byte of 128, or with none.
