@@ -1,0 +1,90 @@
+"""Where the INT4 kernel for many rows spends its time: what it takes with parts of its work left out.
+
+    python -m benchmarks.kernels_int4_wide_parts            # about 40 s
+
+64 rows, groups of 128 with zero points. A kernel without some of its work computes nonsense; only its time counts.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+
+from benchmarks.harness import RESULTS, Recorder
+from benchmarks.kernels_int4 import BF16, DOWN, UP, inputs, timed, weights_of
+from pallas_kernels.int4_matmul import wide
+from pallas_kernels.int4_matmul.wide_plan import WideSchedule
+from pallas_kernels.int4_matmul.wide_warp import WideWarp
+from pallas_kernels.int4_matmul.wide_weights import RowPair
+
+ROWS = 64
+NARROW, BROAD = WideSchedule(ROWS, cluster=2, stages=8), WideSchedule(ROWS, tiles=2, slices=8, stages=6)
+CASES: list[tuple[str, tuple[int, int], WideSchedule]] = [
+    ("", UP, NARROW),
+    ("unpacking", UP, NARROW),
+    ("products", UP, NARROW),
+    ("weights", UP, NARROW),
+    ("x", UP, NARROW),
+    ("", DOWN, BROAD),
+    ("unpacking", DOWN, BROAD),
+    ("products", DOWN, BROAD),
+    ("weights", DOWN, BROAD),
+    ("x", DOWN, BROAD),
+    ("", UP, dataclasses.replace(NARROW, bulk=True)),
+    ("", DOWN, dataclasses.replace(BROAD, bulk=True)),
+]
+
+
+@contextlib.contextmanager
+def without(part: str) -> Iterator[None]:
+    """The kernel's instructions without those of a part."""
+    nothing = mock.Mock(return_value=None)
+    arrive = WideWarp.expect_bytes
+    patches: dict[str, list[tuple[Any, str, Any]]] = {
+        "": [],
+        "unpacking": [(RowPair, "weights", lambda self, words: [words[0]] * 4)],
+        "products": [(WideWarp, "wgmma", lambda self, acc, a, matrix, advance: acc)],
+        "weights": [(WideWarp, "copy_or_clear", nothing)],
+        "x": [
+            (WideWarp, "copy_to_cluster", nothing),
+            (WideWarp, "expect_bytes", lambda self, barrier, nbytes, predicate: arrive(self, barrier, 0, predicate)),
+        ],
+    }
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in patches[part]:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=50.0, help="start no case after this time")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
+    arguments = parser.parse_args()
+    started, recorder = time.perf_counter(), Recorder("kernels", arguments.results)
+    for part, (k, n), schedule in CASES:
+        if time.perf_counter() - started > arguments.seconds:
+            print(f"{k} {n} without {part}: left out, the time is up", flush=True)
+            continue
+        weights, (x, _) = weights_of(k, n, 128, "zero_point"), inputs(ROWS, k, n, 128, "zero_point")
+
+        def products(x: jax.Array, weights: Any, schedule: WideSchedule = schedule) -> list[jax.Array]:
+            return [wide.partial_sums(x, w, schedule=schedule, out_dtype=BF16) for w in weights]
+
+        with without(part):
+            times, _ = timed(products, x, weights)
+        case: dict[str, object] = {"op": "int4_matmul", "m": ROWS, "k": k, "n": n, "without": part}
+        case |= {"tiles": schedule.tiles, "bulk": schedule.bulk}
+        recorder.record(case, {"us": (statistics.median(times), "us")})
+    print(f"total {time.perf_counter() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
