@@ -85,11 +85,13 @@ def test_losses_of_scales() -> None:
     candidates = np.asarray(
         scale_candidates(jnp.asarray(WEIGHT), jnp.asarray(np.sqrt(np.diagonal(MOMENTS))), group_size=GROUP)
     )
-    losses = np.asarray(scaled_losses(jnp.asarray(WEIGHT), jnp.asarray(MOMENTS), jnp.asarray(candidates), **KIND))
+    importance = np.linspace(0.5, 2, OUT).astype(np.float32)
+    arrays = map(jnp.asarray, (WEIGHT, MOMENTS, candidates, importance))
+    losses = np.asarray(scaled_losses(*arrays, **KIND))
     for scales, loss in list(zip(candidates, losses, strict=True))[::7]:
         scaled = (WEIGHT * scales).astype(np.float32)
         values = np.stack([np.concatenate([rounded(row[g]) for g in groups(IN)]) for row in scaled]) / scales
-        expected = ((X.astype(np.float64) @ (values - WEIGHT).T) ** 2).mean(axis=0).sum()
+        expected = ((X.astype(np.float64) @ (values - WEIGHT).T) ** 2).mean(axis=0) @ importance
         np.testing.assert_allclose(loss, expected, rtol=0.02)  # a few codes lie on a tie that float32 sees otherwise
     assert losses.min() < 0.8 * losses[0]
 

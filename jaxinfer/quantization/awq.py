@@ -42,17 +42,19 @@ def scaled_losses(
     weight: Float[Array, "out in"],
     moments: Float[Array, "in in"],
     candidates: Float[Array, "candidates in"],
+    importance: Float[Array, " out"],
     *,
     bits: int,
     group_size: int,
     symmetric: bool,
 ) -> Float[Array, " candidates"]:
-    """Mean square error of the outputs for each candidate: columns scaled, rounded without clipping, scaled back."""
+    """Mean square errors of the outputs, each times its importance, summed, for each candidate: columns scaled, rounded
+    without clipping, scaled back."""
 
     def loss(scales: Float[Array, " in"]) -> Float[Array, ""]:
         scaled = weight * scales[None, :]
         packed = round_to_nearest(scaled, bits=bits, group_size=group_size, symmetric=symmetric, ratios=(1.0,))
-        return jnp.sum(output_errors(dequantize(packed) / scales[None, :] - weight, moments))
+        return jnp.sum(importance * output_errors(dequantize(packed) / scales[None, :] - weight, moments))
 
     return jax.lax.map(loss, candidates)
 

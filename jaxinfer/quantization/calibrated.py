@@ -55,7 +55,7 @@ class CalibratedQuantizer:
         precision = plan.precision(HEAD)
         if precision is not None and precision.method in CALIBRATED:
             raise ValueError(
-                f"{plan.name}: {HEAD} by {precision.method}; only layers are calibrated; give it rtn or hqq"
+                f"{plan.name}: {HEAD} has {precision.method}; only layers are calibrated; give it rtn or hqq"
             )
         if promote_above is not None and not promote_above > 0:
             raise ValueError(f"promote_above is {promote_above!r}; expected a share of the output, such as 0.01")

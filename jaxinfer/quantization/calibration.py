@@ -39,7 +39,7 @@ class Windows:
     """Token ids that a model is run over, each row from position 0; no evaluation rows: quality is not measured."""
 
     calibration: Int32[np.ndarray, "samples tokens"]
-    evaluation: Int32[np.ndarray, "evaluation_samples tokens"]
+    evaluation: Int32[np.ndarray, "evaluation_samples evaluation_tokens"]
     source: str
 
 

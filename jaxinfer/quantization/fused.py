@@ -38,7 +38,8 @@ def best_scales(
 ) -> Float[Array, " in"] | None:
     """AWQ's scales of the columns for the rows that the plan gives to it; None if ones are best, or no row is AWQ's.
 
-    The candidate of least error without clipping has to beat ones once more, both clipped.
+    The candidate of least error without clipping has to beat ones once more, both clipped. An error counts as a share
+    of its tensor's outputs: else those of q and k, which are large, would choose for v.
     """
     parts = [(precision, rows) for precision, rows in parts_of(spec, plan) if precision and precision.method == "awq"]
     if not parts:
@@ -47,22 +48,33 @@ def best_scales(
     assert group_size is not None
     rows = jnp.concatenate([weight[rows] for _, rows in parts])
     candidates = scale_candidates(rows, magnitudes, group_size=group_size)
+    importance = _importance(weight, moments, spec)
     losses = jnp.zeros(len(candidates), jnp.float32)
     for precision, own in parts:
-        losses = losses + scaled_losses(weight[own], moments, candidates, **_codes_of(precision))
+        losses = losses + scaled_losses(weight[own], moments, candidates, importance[own], **_codes_of(precision))
     best = candidates[jnp.argmin(losses)]
 
     def clipped_error(scales: jax.Array) -> float:
         total = 0.0
+        scaled_moments = moments / (scales[:, None] * scales[None, :])
         for precision, own in parts:
-            packed = clip_and_round(
-                weight[own] * scales[None, :], moments / (scales[:, None] * scales[None, :]), **_codes_of(precision)
-            )
+            packed = clip_and_round(weight[own] * scales[None, :], scaled_moments, **_codes_of(precision))
             error = dequantize(packed) / scales[None, :] - weight[own]
-            total += float(jnp.sum(output_errors(error, moments)))
+            total += float(jnp.sum(importance[own] * output_errors(error, moments)))
         return total
 
     return best if clipped_error(best) < clipped_error(jnp.ones_like(best)) else None
+
+
+def _importance(
+    weight: Float[Array, "out in"], moments: Float[Array, "in in"], spec: ParamSpec
+) -> Float[Array, " out"]:
+    """Of each row: one over the mean square of its tensor's outputs; 0 for a tensor that has none."""
+    sizes = output_errors(weight, moments)
+    starts = [0, *itertools.accumulate(spec.rows)]
+    totals = [jnp.full(stop - start, jnp.sum(sizes[start:stop])) for start, stop in itertools.pairwise(starts)]
+    total = jnp.concatenate(totals)
+    return jnp.where(total > 0.0, 1.0 / total, 0.0)
 
 
 def quantize_fused(

@@ -1,0 +1,142 @@
+"""Calibration texts: what is read, how it is split by content, and the windows of tokens that are made of it."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from tokenizer_training import trained
+
+from jaxinfer.quantization.calibration import Calibration, Windows
+from jaxinfer.tokenization import Tokenizer
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def tokenizer(chat: bool = False) -> Tokenizer:
+    return Tokenizer(trained("gpt-2"), chat_templates={"default": TEMPLATE} if chat else None)
+
+
+def paragraphs(first: int, last: int) -> str:
+    return "\n\n".join(f"Paragraph {number} says something about the number {number}." for number in range(first, last))
+
+
+def words(documents: tuple) -> set[str]:
+    """The paragraphs of texts and of messages."""
+    texts = [d if isinstance(d, str) else "\n\n".join(m["content"] for m in d) for d in documents]
+    return {paragraph for text in texts for paragraph in text.split("\n\n")}
+
+
+def test_texts_are_split_by_content(tmp_path: pathlib.Path) -> None:
+    """Order and number of the files decide nothing: a passage is on the same side wherever it comes from."""
+    whole = tmp_path / "whole.txt"
+    whole.write_text(paragraphs(0, 6000))
+    split = Calibration.from_files(whole, evaluation_share=0.25)
+    assert words(split.documents) | words(split.evaluation) == set(whole.read_text().split("\n\n"))
+    assert not words(split.documents) & words(split.evaluation)
+    share = sum(map(len, split.evaluation)) / len(whole.read_text())
+    assert 0.1 < share < 0.4
+    again = Calibration.from_files([whole, whole], evaluation_share=0.25)
+    assert words(again.evaluation) == words(split.evaluation)
+    assert not words(again.documents) & words(again.evaluation)
+    assert Calibration.from_files(whole, evaluation_share=0.0).evaluation == ()
+
+
+def test_what_evaluation_has_is_taken_out(tmp_path: pathlib.Path) -> None:
+    """A paragraph in other spacing and case, and a conversation that quotes one; system prompts are shared by all."""
+    system = {"role": "system", "content": "You are a helpful assistant of a library in Paris."}
+    shared = "The opening hours of the library are from nine to five."
+    lines = [
+        {"messages": [system, {"role": "user", "content": "When is it open, and on which days of the week?"}]},
+        {"messages": [system, {"role": "user", "content": shared.upper()}]},
+        {"text": f"Something that is nowhere else at all, really.\n\n{shared.replace(' ', '  ')}\n\nYes."},
+        {"prompt": "What is this?", "completion": "Nothing that has been said before, I think."},
+    ]
+    calibration, evaluation = tmp_path / "own.jsonl", tmp_path / "held.jsonl"
+    calibration.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    held = {"messages": [system, {"role": "user", "content": "Hours?"}, {"role": "assistant", "content": shared}]}
+    evaluation.write_text(json.dumps(held))
+    split = Calibration.from_files(calibration, evaluation=evaluation)
+    assert split.documents == (
+        tuple(lines[0]["messages"]),
+        "Something that is nowhere else at all, really.\n\nYes.",
+        (
+            {"role": "user", "content": "What is this?"},
+            {"role": "assistant", "content": "Nothing that has been said before, I think."},
+        ),
+    )
+    with pytest.raises(ValueError, match=r"held.jsonl: no text is left to calibrate with"):
+        Calibration.from_files(evaluation, evaluation=evaluation)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"bad.jsonl: line 1 is not JSON"),
+        ('{"text": 3}', r'bad.jsonl: line 1 has no "messages", no "text", and no "prompt" with "completion"'),
+        (
+            '{"text": "a"}\n{"messages": [{"role": "user"}]}',
+            r'line 2 has the message .* expected a "role"',
+        ),
+        ('{"messages": []}', r'line 1 has no "messages"'),
+    ],
+)
+def test_files_that_are_wrong(tmp_path: pathlib.Path, content: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Calibration.from_files(path)
+
+
+def test_files_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=r"none.txt cannot be read: No such file"):
+        Calibration.from_files(tmp_path / "none.txt")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin.txt is not UTF-8 text: byte 3"):
+        Calibration.from_files(tmp_path / "latin.txt")
+    with pytest.raises(ValueError, match="no calibration files are given"):
+        Calibration.from_files([])
+    with pytest.raises(ValueError, match=r"length is 1; expected a whole number from 2"):
+        Calibration.bundled(length=1)
+
+
+def test_windows_are_the_documents_tokens() -> None:
+    """Whole windows, one document after the other; too many are thinned out evenly."""
+    text = tokenizer()
+    documents = (paragraphs(0, 30), paragraphs(30, 60))
+    stream = [token for document in documents for token in text.encode(document)]
+    every = Calibration(documents, (), "x", samples=10_000, length=16).windows(text, 2048)
+    count = len(stream) // 16
+    np.testing.assert_array_equal(every.calibration, np.array(stream[: count * 16]).reshape(count, 16))
+    assert len(every.evaluation) == 0
+    some = Calibration(documents, (), "x", samples=5, length=16).windows(text, 2048)
+    np.testing.assert_array_equal(some.calibration, every.calibration[[index * count // 5 for index in range(5)]])
+    assert Calibration(documents, (), "x", samples=5, length=16).windows(text, 8).calibration.shape == (5, 8)
+    short = Calibration(("a few words",), (), "x").windows(text, 2048)
+    assert short.calibration.tolist() == [text.encode("a few words")]
+    with pytest.raises(ValueError, match="the model has no tokenizer to read calibration texts with; pass Windows"):
+        Calibration(documents, (), "x").windows(None, 2048)
+
+
+def test_conversations_are_written_as_the_template_has_them() -> None:
+    messages = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"})
+    calibration = Calibration((messages,), (), "x")
+    chat, plain = tokenizer(chat=True), tokenizer()
+    with_template = calibration.windows(chat, 2048).calibration[0]
+    assert chat.decode(with_template, skip_special_tokens=False) == (
+        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nGood day<|im_end|>\n"
+    )
+    assert plain.decode(calibration.windows(plain, 2048).calibration[0]) == "Hello\n\nGood day"
+
+
+def test_bundled_texts() -> None:
+    """Long enough for what is asked of them, plain text, and apart."""
+    bundled = Calibration.bundled()
+    assert len(bundled.documents[0]) > 140_000
+    assert sum(map(len, bundled.evaluation)) > 500_000
+    assert str(bundled.documents[0]).startswith("CHAPTER I\n\nDown the Rabbit-Hole\n\nAlice was beginning")
+    assert not {p for p in words(bundled.documents) & words(bundled.evaluation) if len(p) > 32}
+    assert isinstance(bundled.windows(tokenizer(), 64), Windows)
+    assert repr(bundled).startswith(
+        'Calibration("Alice\'s Adventures in Wonderland (bundled)", 1 documents, 2 for eval'
+    )
