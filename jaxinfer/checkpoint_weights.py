@@ -146,7 +146,7 @@ def read_pieces(
         embedding = "embed_tokens.weight"
         sources = {**sources, head: sources.get(head, sources[embedding])}
         shapes = {**shapes, head: shapes[embedding]}
-    read_into = _reader(checkpoint, sources)
+    read_into = tensor_reader(checkpoint, sources)
     read_packed = None
     wanted = wants_codes(packed, dtype, jax.default_backend())
     if plan is not None:
@@ -168,7 +168,7 @@ def read_pieces(
             log.warning("%s: %d weights are decoded to %s although packed=True: %s", name, count, dtype, reason)
 
 
-def _reader(checkpoint: AnyCheckpoint, sources: Mapping[str, TensorSource]) -> ReadInto:
+def tensor_reader(checkpoint: AnyCheckpoint, sources: Mapping[str, TensorSource]) -> ReadInto:
     def read_into(name: str, out: np.ndarray) -> None:
         source = sources[name]
         rows = None if source.rows is None else slice(*source.rows)

@@ -1,4 +1,4 @@
-"""The command line: `jaxinfer generate | chat | score | perplexity | pull | bench | spec-bench | plan | info`.
+"""The command line: `jaxinfer COMMAND`, the commands being those of `_COMMANDS`.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 success, 2 bad input (one line says
 what and how to mend it), 130 interrupted, 1 anything else. JAX is imported when a command is run, not before.
@@ -16,16 +16,21 @@ from jaxinfer.cli.bench_options import add_bench
 from jaxinfer.cli.options import Parser, add_loading, add_model, add_sampling, integers
 from jaxinfer.cli.plan_options import add_plan
 from jaxinfer.cli.scoring_options import add_perplexity, add_score
+from jaxinfer.cli.sensitivity_options import add_sensitivity
+from jaxinfer.cli.store_options import add_convert, add_quantize
 
 _COMMANDS = {
     "generate": "complete prompts from the command line, a file or standard input",
     "chat": "talk to a model; it remembers the conversation",
     "score": "print log-likelihoods of continuations of prompts, one JSON object each",
     "perplexity": "print how well a model foresees a text of any length",
+    "quantize": "quantise a model by a plan, layer by layer, into a store that every command takes for a model",
+    "convert": "turn a model of any format into a store, or into safetensors that other engines read",
     "pull": "fetch a model into the cache and print its path",
     "bench": "serve a workload with the engine and print latencies, rates and memory use",
     "spec-bench": "measure what a draft gains on some prompts: speed-up, acceptance by position, time of a step",
     "plan": "print what memory a model, its cache and its programs will take, and what would fit; reads no weights",
+    "sensitivity": "measure what each weight's precision costs, and propose the plan of least loss in a given room",
     "info": "print a model's configuration, size, memory and tokenizer, and whether its tensors fit; reads no weights",
 }
 
@@ -77,6 +82,9 @@ def parser() -> argparse.ArgumentParser:
     pull.add_argument("name", metavar="NAME", help="a short name, owner/name, or owner/name:file.gguf")
     pull.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
+    add_quantize(commands["quantize"])
+    add_convert(commands["convert"])
+
     bench = commands["spec-bench"]
     add_loading(bench)
     bench.add_argument(
@@ -108,6 +116,9 @@ def parser() -> argparse.ArgumentParser:
 
     add_loading(commands["plan"])
     add_plan(commands["plan"])
+
+    add_model(commands["sensitivity"])
+    add_sensitivity(commands["sensitivity"])
 
     info = commands["info"]
     add_model(info)

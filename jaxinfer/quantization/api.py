@@ -35,7 +35,8 @@ from jaxinfer.quantization.quantizer import QuantizingReader
 from jaxinfer.quantization.report import QuantizationReport
 from jaxinfer.source import open_source
 from jaxinfer.store.create import STORE_DTYPE, create, plan_mapping, save
-from jaxinfer.store.writer import StoreWriter, check_free
+from jaxinfer.store.unfinished import check_free
+from jaxinfer.store.writer import StoreWriter
 from jaxinfer.tokenization import Tokenizer
 
 log = logging.getLogger("jaxinfer")

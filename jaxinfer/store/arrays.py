@@ -70,9 +70,9 @@ def stored_file(folder: pathlib.Path, like: jax.ShapeDtypeStruct) -> pathlib.Pat
 
 
 def read_arrays(arrays: Iterable[tuple[pathlib.Path, jax.ShapeDtypeStruct]]) -> Iterator[np.ndarray]:
-    """The arrays of these folders in order, the next ones being read meanwhile.
+    """The arrays in these files, which `stored_file` has checked, in order, the next ones being read meanwhile.
 
-    Raises CheckpointError as `stored_file` does, and for a file that cannot be read.
+    Raises CheckpointError for a file that cannot be read or has become shorter.
     """
     waiting: list[tuple[np.ndarray, list[concurrent.futures.Future[None]]]] = []
     ahead = 0
@@ -88,8 +88,7 @@ def read_arrays(arrays: Iterable[tuple[pathlib.Path, jax.ShapeDtypeStruct]]) -> 
             ahead -= array.nbytes
             return array
 
-        for folder, like in arrays:
-            file = stored_file(folder, like)
+        for file, like in arrays:
             num_bytes = math.prod(like.shape) * np.dtype(like.dtype).itemsize
             while waiting and ahead + num_bytes > AHEAD_BYTES:
                 yield first()
@@ -105,14 +104,16 @@ def read_arrays(arrays: Iterable[tuple[pathlib.Path, jax.ShapeDtypeStruct]]) -> 
 def _read(path: pathlib.Path, target: memoryview, start: int) -> None:
     """Fills `target` with the bytes of a file from `start` on."""
     try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
             done = 0
             while done < len(target):
-                count = file.readinto(target[done:])
+                count = os.preadv(descriptor, [target[done:]], start + done)
                 if not count:
                     raise CheckpointError(f"{path} ends early; the store is damaged: copy or write it again")
                 done += count
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {os.strerror(error.errno or 0)}") from error
 

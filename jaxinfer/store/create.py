@@ -13,7 +13,8 @@ from jaxinfer.model import Model, is_watched, weights_dtype_for
 from jaxinfer.params import TOP, Piece, layer_specs, piece_name
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.source import StoreSource, open_source
-from jaxinfer.store.writer import StoreWriter, check_free
+from jaxinfer.store.unfinished import check_free
+from jaxinfer.store.writer import StoreWriter
 
 STORE_DTYPE = "bfloat16"
 """Of what is not packed in a store made from a checkpoint, unless another is asked for."""

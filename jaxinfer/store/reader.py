@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import json
 import logging
 import math
@@ -25,7 +26,7 @@ from jaxinfer.store.layouts import LAYOUT_VERSIONS, repacked, unpacked
 from jaxinfer.store.manifest import GGUF_METADATA, ORIGINAL, WEIGHTS, read_manifest
 from jaxinfer.store.structure import Described, canonical_like, named_arrays
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
-from pallas_kernels.int4_matmul import PackedInt4, to_kernel_layout
+from pallas_kernels.int4_matmul import Packed, to_kernel_layout
 
 log = logging.getLogger("jaxinfer")
 
@@ -41,8 +42,14 @@ class Store:
         self.manifest = read_manifest(self.path)
         self.config = self.manifest.config
         self.dtype = jnp.dtype(self.manifest.dtype)
-        for folder, like in self._arrays():
-            stored_file(folder, like)
+        self._files = {
+            (piece, field): [
+                (stored_file(self.path / WEIGHTS / piece / name, like), like)
+                for name, like in named_arrays(self.manifest.weights[piece][field].weight, field)
+            ]
+            for piece, specs in self.specs()
+            for field in specs
+        }
 
     @property
     def own_head(self) -> bool:
@@ -88,22 +95,16 @@ class Store:
     def host_weight(self, piece: str, field: str) -> Any:
         """A weight of NumPy arrays, its codes canonical."""
         described, where = self.manifest.weights[piece][field], f"{self.path}: {piece}.{field}"
-        host = filled(described, read_arrays(self._arrays_of(piece, field)), where)
+        host = filled(described, read_arrays(self._files[piece, field]), where)
         return _with_codes(host, lambda codes: unpacked(codes, described.version_of(codes)))
 
     def _arrays(self) -> Iterator[tuple[pathlib.Path, jax.ShapeDtypeStruct]]:
-        for piece, specs in self.specs():
-            for field in specs:
-                yield from self._arrays_of(piece, field)
-
-    def _arrays_of(self, piece: str, field: str) -> Iterator[tuple[pathlib.Path, jax.ShapeDtypeStruct]]:
-        for name, like in named_arrays(self.manifest.weights[piece][field].weight, field):
-            yield self.path / WEIGHTS / piece / name, like
+        return itertools.chain.from_iterable(self._files.values())
 
     def _warn_of_repacking(self, name: str) -> None:
         changes: collections.Counter[str] = collections.Counter()
 
-        def note(codes: PackedInt4, described: Described) -> PackedInt4:
+        def note(codes: Packed, described: Described) -> Packed:
             wanted, version = _wanted(canonical_like(codes)), described.version_of(codes)
             if (codes.layout, version) != (wanted, LAYOUT_VERSIONS[wanted]):
                 changes[f"from layout {codes.layout} {version} to {wanted} {LAYOUT_VERSIONS[wanted]}"] += 1
@@ -147,17 +148,17 @@ def rounded(values: Any, dtype: Any, where: str) -> Any:
     return result
 
 
-def _with_codes(weight: Any, change: Callable[[PackedInt4], PackedInt4]) -> Any:
-    """A weight with its 4-bit codes changed."""
+def _with_codes(weight: Any, change: Callable[[Packed], Packed]) -> Any:
+    """A weight with its packed codes changed."""
     if isinstance(weight, StackedOutputs):
         return StackedOutputs(tuple(_with_codes(part, change) for part in weight.parts))
     if isinstance(weight, PermutedInputs):
         return PermutedInputs(change(weight.weight), weight.permutation)
-    return change(weight) if isinstance(weight, PackedInt4) else weight
+    return change(weight) if isinstance(weight, Packed) else weight
 
 
 @functools.lru_cache(maxsize=256)
-def _wanted(canonical: PackedInt4) -> str:
+def _wanted(canonical: Packed) -> str:
     """The layout that this device's kernel reads; a model has few different kinds of weights."""
     return jax.eval_shape(to_kernel_layout, canonical).layout
 
@@ -170,7 +171,7 @@ def _placed(host: Any, described: Described, is_norm: bool, dtype: jnp.dtype, wh
     if isinstance(host, np.ndarray):
         return on_device if is_norm or on_device.dtype == dtype else rounded(on_device, dtype, where)
 
-    def arranged(codes: PackedInt4) -> PackedInt4:
+    def arranged(codes: Packed) -> Packed:
         version, wanted = described.version_of(codes), _wanted(canonical_like(codes))
         if (codes.layout, version) == (wanted, LAYOUT_VERSIONS[wanted]):
             return codes

@@ -12,9 +12,10 @@ from checkpoints.errors import CheckpointError
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.params import ParamSpec
 from jaxinfer.store.layouts import LAYOUT_VERSIONS, check_known, to_layout, unpacked
-from pallas_kernels.int4_matmul import PackedInt4
+from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8
 
-KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (PackedInt4, PermutedInputs, StackedOutputs, ScaledCodes)}
+CODES = (PackedInt4, PackedInt8)
+KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (*CODES, PermutedInputs, StackedOutputs, ScaledCodes)}
 """What a weight may be beside an array. A store names them; it cannot name anything else."""
 
 DTYPES: Mapping[str, jnp.dtype] = {
@@ -56,7 +57,7 @@ def describe(weight: Any) -> Any:
         value = getattr(weight, field.name)
         is_static = field.metadata.get("static")
         described[field.name] = (list(value) if isinstance(value, tuple) else value) if is_static else describe(value)
-    if isinstance(weight, PackedInt4):
+    if isinstance(weight, Packed):
         described["layout_version"] = LAYOUT_VERSIONS[weight.layout]
     return described
 
@@ -68,7 +69,7 @@ class Described:
     weight: Any
     versions: Mapping[str, int]
 
-    def version_of(self, weight: PackedInt4) -> int:
+    def version_of(self, weight: Packed) -> int:
         """The version of the layout of a part of it."""
         return self.versions[weight.layout]
 
@@ -96,7 +97,7 @@ def _abstract(description: Any, where: str) -> tuple[Any, dict[str, int]]:
             "update jaxinfer, or write the store again"
         )
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    expected = {"kind", *fields, *(("layout_version",) if kind is PackedInt4 else ())}
+    expected = {"kind", *fields, *(("layout_version",) if kind in CODES else ())}
     if set(description) != expected:
         raise _damaged(where, f"{kind.__name__} has other fields than {', '.join(sorted(expected))}")
     values: dict[str, Any] = {}
@@ -115,7 +116,7 @@ def _abstract(description: Any, where: str) -> tuple[Any, dict[str, int]]:
         else:
             values[name], found = _abstract(value, where)
             versions |= found
-    if kind is PackedInt4:
+    if kind in CODES:
         layout, version = values["layout"], description["layout_version"]
         if layout not in LAYOUT_VERSIONS or type(version) is not int:
             raise _damaged(where, f"there is no layout {str(layout)[:40]!r}")
@@ -167,17 +168,21 @@ def _check_part(part: Any, versions: Mapping[str, int], where: str) -> tuple[int
             is_code = str(part.codes.dtype) in ("int8", "float8_e4m3fn")
             if is_code and part.scales.shape == (out,) and part.scales.dtype == jnp.float32:
                 return out, inputs
-        case PermutedInputs(weight=PackedInt4(), permutation=jax.ShapeDtypeStruct()):
+        case PermutedInputs(weight=PackedInt4() | PackedInt8(), permutation=jax.ShapeDtypeStruct()):
             shape = _check_part(part.weight, versions, where)
             if part.permutation.shape == (shape[1],) and part.permutation.dtype == jnp.int32:
                 return shape
-        case PackedInt4(codes=jax.ShapeDtypeStruct(), scales=jax.ShapeDtypeStruct()):
+        case PackedInt4() | PackedInt8() if all(_is_array(array) for array in (part.codes, part.scales)):
             _check_packed(part, versions[part.layout], where)
             return part.shape
     raise _damaged(where, f"the arrays of {type(part).__name__} do not fit each other")
 
 
-def _check_packed(weight: PackedInt4, version: int, where: str) -> None:
+def _is_array(array: Any) -> bool:
+    return isinstance(array, jax.ShapeDtypeStruct)
+
+
+def _check_packed(weight: Packed, version: int, where: str) -> None:
     shape, group = weight.shape, weight.group_size
     sound = isinstance(shape, tuple) and len(shape) == 2 and all(type(n) is int and 0 < n <= MAX_SIZE for n in shape)
     if not sound or type(group) is not int or not 0 < group <= shape[1]:
@@ -198,22 +203,21 @@ def _check_packed(weight: PackedInt4, version: int, where: str) -> None:
         raise _damaged(where, f"the arrays of layout {weight.layout} do not fit {list(shape)}")
 
 
-def canonical_like(weight: PackedInt4) -> PackedInt4:
+def canonical_like(weight: Packed) -> Packed:
     """The abstract canonical weight of the same shape and kind."""
     out, inputs = weight.shape
     groups = (out, weight.num_groups)
-    return PackedInt4(
-        jax.ShapeDtypeStruct((out, -(-inputs // 2)), jnp.dtype(jnp.uint8)),
-        jax.ShapeDtypeStruct(groups, weight.scales.dtype),
-        None if weight.offsets is None else jax.ShapeDtypeStruct(groups, weight.offsets.dtype),
-        None if weight.book is None else jax.ShapeDtypeStruct(weight.book.shape, weight.book.dtype),
-        weight.shape,
-        weight.group_size,
+    return dataclasses.replace(
+        weight,
+        codes=jax.ShapeDtypeStruct((out, -(-inputs * weight.bits // 8)), jnp.dtype(jnp.uint8)),
+        scales=jax.ShapeDtypeStruct(groups, weight.scales.dtype),
+        offsets=None if weight.offsets is None else jax.ShapeDtypeStruct(groups, weight.offsets.dtype),
+        layout="canonical",
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _expected(canonical: PackedInt4, layout: str) -> PackedInt4:
+def _expected(canonical: Packed, layout: str) -> Packed:
     """What a canonical weight becomes in a layout; a model has few different ones."""
     return jax.eval_shape(lambda weight: to_layout(weight, layout), canonical)
 

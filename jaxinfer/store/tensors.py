@@ -15,7 +15,7 @@ from checkpoints.names import TensorSource
 from checkpoints.tensors import TensorInfo
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.store.reader import Store, rounded
-from pallas_kernels.int4_matmul import PackedInt4, unpack_codes
+from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, unpack_codes
 
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
@@ -52,8 +52,9 @@ class StoredTensors:
     def code_bits(self, name: str) -> int | None:
         """The width of a weight's codes, 4 or 8; None for a tensor that is not quantised."""
         part, _, _ = self._part(name)
-        if isinstance(part, PackedInt4 | PermutedInputs):
-            return 4
+        codes = part.weight if isinstance(part, PermutedInputs) else part
+        if isinstance(codes, Packed):
+            return codes.bits
         return 8 if isinstance(part, ScaledCodes) else None
 
     def quantized(self, name: str) -> QuantizedTensor | None:
@@ -125,6 +126,8 @@ def _rows(weight: Any, first: int, start: int, stop: int) -> Codes:
             return Codes(codes + np.uint8(128), scales, None, None, 8, weight.shape[1])
         return Codes(codes, scales, None, _E4M3, 8, weight.shape[1])
     offsets = None if weight.offsets is None else weight.offsets[rows]
+    if isinstance(weight, PackedInt8):
+        return Codes(weight.codes[rows], weight.scales[rows], offsets, None, 8, weight.group_size)
     shape = (stop - start, weight.shape[1])
     part = PackedInt4(weight.codes[rows], weight.scales[rows], offsets, weight.book, shape, weight.group_size)
     book = None if weight.book is None else weight.book.astype(np.float32)
@@ -135,6 +138,6 @@ def _kind(part: Any) -> str:
     """What a table of tensors calls it."""
     if isinstance(part, PermutedInputs):
         return _kind(part.weight) + ", inputs in another order"
-    if isinstance(part, PackedInt4):
-        return f"int4, groups of {part.group_size}"
+    if isinstance(part, Packed):
+        return f"int{part.bits}, groups of {part.group_size}"
     return f"{part.codes.dtype} codes" if isinstance(part, ScaledCodes) else str(part.dtype)

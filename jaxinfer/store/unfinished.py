@@ -1,20 +1,58 @@
-"""Folders in which stores are written before they are there: their names, and what is left of interrupted writes."""
+"""Folders that are there as a whole or not at all: written beside their place, and renamed in one step."""
 
+import contextlib
 import logging
+import os
 import pathlib
 import shutil
+import tempfile
+from collections.abc import Iterator
 
 import filelock
 
 log = logging.getLogger("jaxinfer")
 
 UNFINISHED = ".unfinished-"
-LOCK = "lock"
+_LOCK = "lock"
 """Held by the process that writes: where it is free, the process has gone."""
 
 
+@contextlib.contextmanager
+def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to write into, which becomes `path` when the block ends.
+
+    Where the block raises, nothing is left, and a warning says so; what a killed process leaves is removed, with a
+    warning, when the same path is written again. Raises FileExistsError where there is something at `path`.
+    """
+    check_free(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_interrupted(path)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix=path.name + UNFINISHED, dir=path.parent))
+    folder.chmod(0o777 & ~_umask())  # mkdtemp makes it for this user only
+    lock = filelock.FileLock(folder / _LOCK)
+    lock.acquire()
+    try:
+        yield folder
+        check_free(path)
+        lock.release()
+        (folder / _LOCK).unlink(missing_ok=True)
+        folder.rename(path)
+    finally:
+        if folder.exists():
+            lock.release()
+            shutil.rmtree(folder, ignore_errors=True)
+            log.warning("%s: not written; what was there of it has been removed", path)
+    _synchronise(path.parent)
+
+
+def check_free(path: pathlib.Path) -> None:
+    """Raises FileExistsError unless a folder can be written to `path`: nothing is overwritten."""
+    if path.exists():
+        raise FileExistsError(f"{path} exists already; remove it, or write to another path")
+
+
 def interrupted(path: pathlib.Path) -> list[pathlib.Path]:
-    """What writes of this store that never ended have left, or are still at."""
+    """What writes of this folder that never ended have left, or are still at."""
     if not path.name or not path.parent.is_dir():
         return []
     return sorted(
@@ -25,7 +63,7 @@ def interrupted(path: pathlib.Path) -> list[pathlib.Path]:
 def remove_interrupted(path: pathlib.Path) -> None:
     """Removes what was left where the writing process has gone, with a warning."""
     for folder in interrupted(path):
-        lock = filelock.FileLock(folder / LOCK)
+        lock = filelock.FileLock(folder / _LOCK)
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:  # somebody is writing
@@ -33,3 +71,20 @@ def remove_interrupted(path: pathlib.Path) -> None:
         lock.release()
         shutil.rmtree(folder, ignore_errors=True)
         log.warning("%s: an earlier write was interrupted; removed what it had left, %s", path, folder.name)
+
+
+def _synchronise(folder: pathlib.Path) -> None:
+    """Waits until a folder's names are on the disk, where the system can tell."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _umask() -> int:
+    """The process's mask of permissions, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

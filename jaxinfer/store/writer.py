@@ -6,13 +6,10 @@ import json
 import logging
 import os
 import pathlib
-import shutil
-import tempfile
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import filelock
 import jax
 import orbax.checkpoint as ocp
 
@@ -21,7 +18,7 @@ from jaxinfer.packed_weights import DeviceWeight
 from jaxinfer.params import Piece
 from jaxinfer.store.manifest import MANIFEST, ORIGINAL, WEIGHTS, device_name, read_manifest, versions, write_manifest
 from jaxinfer.store.structure import describe, named_arrays
-from jaxinfer.store.unfinished import LOCK, UNFINISHED, remove_interrupted
+from jaxinfer.store.unfinished import check_free, written_whole
 
 log = logging.getLogger("jaxinfer")
 
@@ -60,15 +57,16 @@ class StoreWriter:
         check_free(self.path)
 
     def __enter__(self) -> "StoreWriter":
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        remove_interrupted(self.path)
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix=self.path.name + UNFINISHED, dir=self.path.parent))
-        self._folder.chmod(0o777 & ~_umask())
-        self._lock = filelock.FileLock(self._folder / LOCK)
-        self._lock.acquire()
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False)
-        self._orbax = ocp.Checkpointer(handler)
+        with contextlib.ExitStack() as stack:
+            self._folder = stack.enter_context(written_whole(self.path))
+            self._orbax = stack.enter_context(ocp.Checkpointer(handler))
+            stack.push(self._finish_unless_failed)
+            self._stack = stack.pop_all()
         return self
+
+    def __exit__(self, *details: Any) -> bool | None:
+        return self._stack.__exit__(*details)
 
     def write(self, piece: str, fields: Mapping[str, DeviceWeight]) -> None:
         """Writes the weights of one piece."""
@@ -82,18 +80,9 @@ class StoreWriter:
         for name, fields in pieces:
             self.write(name, fields)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._orbax.close()
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            if self._folder.exists():
-                self._lock.release()
-                shutil.rmtree(self._folder, ignore_errors=True)
-                log.warning("%s: not written; what was there of it has been removed", self.path)
-
-    def _finish(self) -> None:
+    def _finish_unless_failed(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
         for name, content in self._files.items():
             target = self._folder / ORIGINAL / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -111,16 +100,6 @@ class StoreWriter:
         }
         write_manifest(self._folder, content)
         read_manifest(self._folder)  # a store that could not be read again is none
-        check_free(self.path)
-        self._lock.release()
-        (self._folder / LOCK).unlink(missing_ok=True)
-        self._folder.rename(self.path)
-        with contextlib.suppress(OSError):  # systems where a folder cannot be opened
-            descriptor = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
 
 def add_quality(path: str | os.PathLike[str], quality: Mapping[str, Any]) -> None:
@@ -129,12 +108,6 @@ def add_quality(path: str | os.PathLike[str], quality: Mapping[str, Any]) -> Non
     read_manifest(folder)
     content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     write_manifest(folder, content | {"quality": dict(quality)})
-
-
-def check_free(path: pathlib.Path) -> None:
-    """Raises FileExistsError unless a store can be written to `path`: nothing is overwritten."""
-    if path.exists():
-        raise FileExistsError(f"{path} exists already; remove it, or write to another path")
 
 
 @contextlib.contextmanager
@@ -147,10 +120,3 @@ def _quiet_orbax() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _umask() -> int:
-    """The process's mask of permissions, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -1,0 +1,173 @@
+"""A model of any format as a Hugging Face folder: decoded, or with its codes as AWQ or compressed-tensors have them."""
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from checkpoints.errors import CheckpointError
+from checkpoints.export import ShardWriter
+from checkpoints.export_formats import Scheme, awq_parts, compressed_parts, configuration
+from checkpoints.formats.codes import QuantizedTensor
+from checkpoints.names import TensorSource, hugging_face_sources
+from checkpoints.safetensors import SafetensorsFolder
+from jaxinfer.checkpoint_weights import AnyCheckpoint, tensor_reader
+from jaxinfer.config import ModelConfig
+from jaxinfer.model import is_watched, weights_dtype_for
+from jaxinfer.params import canonical_shapes, piece_specs
+from jaxinfer.source import GGUFSource, Source, StoreSource, open_source
+from jaxinfer.store.create import STORE_DTYPE
+from jaxinfer.store.unfinished import written_whole
+
+type ExportFormat = Literal["safetensors", "awq", "compressed-tensors"]
+
+_HEAD = "lm_head.weight"
+
+
+def export(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    format: ExportFormat = "safetensors",
+    dtype: jnp.dtype | type | str | None = None,
+    progress: bool | None = None,
+) -> pathlib.Path:
+    """Writes a folder of safetensors that other engines load, and returns its path. One layer is in memory at a time.
+
+    "safetensors" decodes everything to `dtype`, by default bfloat16. "awq" and "compressed-tensors" keep codes, scales
+    and zeros as they are, which is exact, and raise ValueError for those that the format does not have, naming the
+    weight; what is not quantised has `dtype`. Norms are float32. A GGUF file has no config.json to write, and neither
+    has a store of one: they are refused.
+    """
+    path = pathlib.Path(out).expanduser().absolute()
+    progress = is_watched() if progress is None else progress
+    with open_source(source, progress=progress) as opened:
+        files = opened.files()
+        config_json = _config_json(opened, files, os.fspath(source))
+        if dtype is None and isinstance(opened, StoreSource):
+            dtype = opened.store.dtype
+        weights_dtype = np.dtype(weights_dtype_for(STORE_DTYPE if dtype is None else dtype))
+        with written_whole(path) as folder, opened.tensors() as (checkpoint, match):
+            if match.mismatch:
+                raise CheckpointError(f"{os.fspath(source)}: {match.mismatch}")
+            tensors = _Tensors(opened, checkpoint, match.sources, format, weights_dtype)
+            tensors.write(folder, progress)
+            config_json |= {"dtype": str(weights_dtype), "tie_word_embeddings": not tensors.own_head}
+            if tensors.schemes:
+                config_json["quantization_config"] = configuration(
+                    "awq" if format == "awq" else "compressed-tensors", tensors.schemes, tensors.plain
+                )
+            for name, content in (files | {"config.json": json.dumps(config_json, indent=2).encode()}).items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+    return path
+
+
+def _config_json(opened: Source, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The original's config.json without what it said of quantisation. Raises ValueError where there is none."""
+    if isinstance(opened, GGUFSource) or "config.json" not in files:
+        raise ValueError(f"{name} comes from a GGUF file, which has no config.json; only --format store can be written")
+    content = json.loads(files["config.json"])
+    if "text_config" in content:
+        raise ValueError(f"{name} is the text part of a model with images or sound; only --format store can be written")
+    return {k: v for k, v in content.items() if k not in ("quantization_config", "compression_config", "torch_dtype")}
+
+
+class _Tensors:
+    """Writes the tensors of a model under the names that its family has in Hugging Face's folders.
+
+    After `write`, `schemes` are the modules that are quantised and how, `plain` the linear ones that are not.
+    """
+
+    def __init__(
+        self,
+        opened: Source,
+        checkpoint: AnyCheckpoint,
+        sources: Mapping[str, TensorSource],
+        format: ExportFormat,
+        dtype: np.dtype,
+    ) -> None:
+        self.schemes: dict[str, Scheme] = {}
+        self.plain: list[str] = []
+        self._config, self._checkpoint, self._sources = opened.config, checkpoint, sources
+        self._format, self._dtype = format, dtype
+        self._read_into = tensor_reader(checkpoint, sources)
+        self.own_head = _HEAD in sources
+        # A store has norms with the family's offset added, a folder has them without.
+        self._norm_offset = opened.config.norm_offset if isinstance(opened, StoreSource) else 0.0
+
+    def write(self, folder: pathlib.Path, progress: bool) -> None:
+        """A file for what is outside the layers, and one for each layer."""
+        config = self._config
+        shapes = canonical_shapes(config)
+        if self.own_head:
+            shapes[_HEAD] = shapes["embed_tokens.weight"]
+        targets = _targets(config)
+        writer = ShardWriter(folder, config.num_layers + 1)
+        with tqdm(total=config.num_layers + 1, unit="file", desc="Writing", disable=not progress, leave=False) as bar:
+            for _, specs in piece_specs(config, own_head=self.own_head):
+                found: dict[str, list[str]] = {}
+                linear = {name for spec in specs.values() if spec.is_linear for name in spec.sources}
+                norms = {name for spec in specs.values() if spec.is_norm for name in spec.sources}
+                for canonical in (name for spec in specs.values() for name in spec.sources):
+                    found.setdefault(targets[canonical], []).append(canonical)
+                tensors: dict[str, np.ndarray] = {}
+                for target, members in found.items():
+                    if linear.issuperset(members):
+                        tensors |= self._linear(target, members, shapes)
+                    else:
+                        tensors[target] = self._dense(members, shapes, norm=norms.issuperset(members))
+                writer.write(tensors)
+                bar.update()
+        writer.finish()
+
+    def _linear(self, target: str, members: list[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+        """The parts of a linear weight, or the weight."""
+        module = target.removesuffix(".weight")
+        rows = [] if self._format == "safetensors" else [self._codes(name) for name in members]
+        quantised = [part for part in rows if part is not None]
+        if not quantised:
+            self.plain.append(module)
+            return {target: self._dense(members, shapes)}
+        if len(quantised) != len(members):
+            raise ValueError(f"{target} is one tensor in this family, and only a part of it is quantised")
+        make = awq_parts if self._format == "awq" else compressed_parts
+        parts, self.schemes[module] = make(quantised, target)
+        return {f"{module}.{part}": array for part, array in parts.items()}
+
+    def _codes(self, canonical: str) -> tuple[QuantizedTensor, int, int] | None:
+        source = self._sources[canonical]
+        if isinstance(self._checkpoint, SafetensorsFolder) or self._checkpoint.code_bits(source.name) is None:
+            return None
+        tensor = self._checkpoint.quantized(source.name)
+        assert tensor is not None
+        start, stop = source.rows or (0, tensor.shape[0])
+        return tensor, start, stop
+
+    def _dense(self, members: list[str], shapes: Mapping[str, tuple[int, ...]], *, norm: bool = False) -> np.ndarray:
+        parts = []
+        for name in members:
+            part = np.empty(shapes[name], np.float32 if norm else self._dtype)
+            self._read_into(name, part)
+            parts.append(part - np.float32(self._norm_offset) if norm else part)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _targets(config: ModelConfig) -> dict[str, str]:
+    """The tensor of the family's folders that each canonical one is, or is a part of."""
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sources, _ = hugging_face_sources(
+        config.model_type,
+        num_layers=config.num_layers,
+        q_rows=q_rows,
+        kv_rows=kv_rows,
+        intermediate_size=config.intermediate_size,
+        available=(),
+        include_absent=True,
+    )
+    return {canonical: source.name for canonical, source in sources.items()}
