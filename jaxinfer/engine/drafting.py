@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxinfer.engine.config import Settings
+from jaxinfer.engine.drafting_metrics import SpeculationMetrics
 from jaxinfer.engine.drafting_programs import steps_of
 from jaxinfer.engine.runner import Work
 from jaxinfer.engine.sequence import Chunk
@@ -25,7 +26,11 @@ class Drafting:
         self.speculation, self._settings = speculation, settings
         self.report = SpeculationReport()
         """Since the metrics were reset; the speculation's own report goes on."""
-        self.seconds_catching_up = 0.0
+        self.catch_up_seconds = 0.0
+        self.draft_seconds = 0.0
+        """What the draft's passes took, as far as `pass_seconds` knows."""
+        self.pass_seconds: dict[int, float] = {}
+        """Seconds that drafting one token takes, by rows of the program; empty if it was not timed."""
         self._controllers: dict[int, Controller] = {}
         self._rates: dict[int, float] = {0: 1.0}
         """Tokens that a step is expected to give, by drafted length."""
@@ -34,7 +39,13 @@ class Drafting:
 
     def reset(self) -> None:
         """Counts anew."""
-        self.report, self.seconds_catching_up = SpeculationReport(), 0.0
+        self.report, self.catch_up_seconds, self.draft_seconds = SpeculationReport(), 0.0, 0.0
+
+    def metrics(self) -> SpeculationMetrics:
+        """What was counted since the last reset."""
+        return SpeculationMetrics.of(
+            self.report, self.draft_seconds if self.pass_seconds else None, self.catch_up_seconds
+        )
 
     def plan(self, running: Sequence[Track]) -> Chunk:
         """What the next decode chunk does, if it comes, for the sequences that are ready for it now."""
@@ -54,7 +65,7 @@ class Drafting:
     def observe(self, work: Work, seconds: float) -> None:
         """Takes in what a program did and how long it took."""
         if work.kind == "draft":
-            self.seconds_catching_up += seconds
+            self.catch_up_seconds += seconds
         if work.counts is None or work.chunk is None:
             return
         drafted = work.chunk.num_drafted
@@ -65,6 +76,7 @@ class Drafting:
         rate = float(np.mean(accepted[running]) + 1.0)
         self._rates[drafted] = SMOOTHING * self._rates.get(drafted, rate) + (1 - SMOOTHING) * rate
         self._controller(len(work.rows)).observe(drafted, proposed, accepted, seconds / work.chunk.num_steps)
+        self.draft_seconds += self.pass_seconds.get(len(work.rows), 0.0) * drafted * work.chunk.num_steps
         tokens = int(work.outputs.counts.sum())
         self.report.add(drafted, proposed, accepted, tokens, seconds)
         with self.speculation.lock:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.engine.config import Settings
-from jaxinfer.engine.drafting_rows import DraftingState, catch_up_rows, seat_rows, speculate_rows
+from jaxinfer.engine.drafting_rows import DraftingState, catch_up_rows, draft_rows, seat_rows, speculate_rows
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.programs import Programs, Size, ints, shapes_key, shapes_of, state_shapes
 from jaxinfer.kv_cache import PagedKVCache
@@ -34,8 +34,7 @@ class DraftingPrograms(Programs):
         super().__init__(model, settings, cache)
         self.method, self.draft = method, draft
         self._drafting, self._draft_params = shapes_of(drafting), shapes_of(draft_params)
-        key = shapes_key((self._drafting, self._draft_params))
-        self._key = (*self._key, method, draft.draws, *key)
+        self._draft_key = (method, draft.draws, *shapes_key((self._drafting, self._draft_params)))
 
     def expected(self) -> Iterable[Size]:
         yield from super().expected()
@@ -45,6 +44,13 @@ class DraftingPrograms(Programs):
             for rows, length in self.prefill_sizes():
                 for from_empty in (True, False):
                     yield Size("catch_up", rows, length, from_empty=from_empty)
+        if self.draft.draws and self._settings.spare_tokens:
+            for rows in self._settings.decode_rows:
+                yield Size("draft", rows, width=self._settings.page_widths[-1], num_drafted=self._settings.spare_tokens)
+
+    def _key_of(self, size: Size) -> tuple[object, ...]:
+        key = super()._key_of(size)
+        return (*key, self._draft_key) if size.kind in ("seat", "catch_up", "draft", "decode") else key
 
     def wanted(self, num_drafted: int, layout: SamplerLayout) -> Wanted:
         """What a step wants. Rows that may draw are judged by the draft's distributions, if it has any."""
@@ -69,6 +75,17 @@ class DraftingPrograms(Programs):
                 proposer=self.method.proposer,
                 chunk=size.length,
                 from_empty=size.from_empty,
+            )
+        if size.kind == "draft":
+            return draft_rows.lower(
+                self._draft_params,
+                self._cache,
+                state_shapes(slots, vocab_size=config.vocab_size, layout=settings.layouts[0]),
+                self._drafting,
+                ints(rows),
+                ints(rows, size.width),
+                proposer=self.method.proposer,
+                wanted=self.wanted(size.num_drafted, settings.layouts[0]),
             )
         if size.kind == "decode":
             assert size.layout is not None

@@ -14,7 +14,7 @@ from jaxinfer.decoder import Params
 from jaxinfer.engine.rows import put_slots, take_slots
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState
-from jaxinfer.speculative.loop import Method, SpeculativeState, StepCounts, show_draft, spec_steps
+from jaxinfer.speculative.loop import Method, SpeculativeState, StepCounts, rows_of, show_draft, spec_steps
 from jaxinfer.speculative.proposer import Proposer, Wanted
 
 
@@ -98,6 +98,26 @@ def catch_up_rows(
         from_empty=from_empty,
     )
     return put_draft(drafting, part, slots), part.decode.positions
+
+
+@functools.partial(jax.jit, static_argnames=("proposer", "wanted"), donate_argnames=("cache", "drafting"))
+def draft_rows(
+    draft_params: Any,
+    cache: PagedKVCache,
+    state: DecodeState,
+    drafting: DraftingState,
+    slots: Int32[Array, " rows"],
+    page_table: Int32[Array, "rows pages"],
+    *,
+    proposer: Proposer,
+    wanted: Wanted,
+) -> tuple[PagedKVCache, DraftingState, Int32[Array, "rows drafted"]]:
+    """A step's proposal alone, to time it."""
+    part = take(state, drafting, slots)
+    proposal, draft, cache = proposer.propose(
+        draft_params, part.draft, cache, rows_of(part, page_table, wanted.with_logits), wanted
+    )
+    return cache, put_draft(drafting, dataclasses.replace(part, draft=draft), slots), proposal.tokens
 
 
 @functools.partial(

@@ -111,6 +111,28 @@ class DraftingRunner(Runner):
             leaf.copy_to_host_async()
         return chunk, counts
 
+    def time_draft(self) -> dict[int, float]:
+        """Seconds in which the draft's passes propose one token, by rows of the program; only the second run counts.
+
+        The rows are empty: what is timed is the reading of the draft's weights, and not its attention. Empty for a
+        draft that runs no model.
+        """
+        seconds = {}
+        longest, width = self.settings.spare_tokens, self.settings.page_widths[-1]
+        for rows in self.settings.decode_rows if self.draft.draws and longest else ():
+            program = self.programs.get(Size("draft", rows, width=width, num_drafted=longest))
+            slots, table = self._chosen((), rows, width)
+            for _ in range(2):
+                start = time.perf_counter()
+                sampling = self._blank(self.settings.layouts[0]).sampling
+                state = dataclasses.replace(self.state, sampling=sampling)
+                self.cache, self.drafting, tokens = program(
+                    self.draft_params, self.cache, state, self.drafting, slots, table
+                )
+                jax.block_until_ready(tokens)
+                seconds[rows] = (time.perf_counter() - start) / longest
+        return seconds
+
     # --- The draft's own cache
 
     def _catch_up(self, sequences: Sequence[Track]) -> Iterator[Work]:

@@ -11,6 +11,7 @@ import jax
 from tqdm.auto import tqdm
 
 from jaxinfer.engine.core import Callback, EngineCore, Job
+from jaxinfer.engine.drafting_runner import DraftingRunner
 from jaxinfer.engine.errors import RequestTooLong, UnknownRequest
 from jaxinfer.engine.metrics import EngineMetrics
 from jaxinfer.engine.sequence import Status
@@ -189,7 +190,10 @@ class Engine(EngineCore):
         """
         shown = is_watched() if progress is None else progress
         with self._lock:
-            self._live()[1].programs.warmup(progress=shown, threads=threads or os.cpu_count())
+            runner = self._live()[1]
+            runner.programs.warmup(progress=shown, threads=threads or os.cpu_count())
+            if self._drafting is not None and isinstance(runner, DraftingRunner):
+                self._drafting.pass_seconds = runner.time_draft()
 
     def metrics(self) -> EngineMetrics:
         """What the engine does now and did since it was made or `reset_metrics` was called."""
@@ -225,12 +229,15 @@ class Engine(EngineCore):
                 compilations=runner.programs.num_compiled,
                 compilations_after_warmup=runner.programs.num_after_warmup,
                 seconds_compiling=runner.programs.seconds_compiling,
+                speculation=None if self._drafting is None else self._drafting.metrics(),
             )
 
     def reset_metrics(self) -> None:
         """Counts and remembers anew from here; compilations and preemptions are counted from the start."""
         with self._lock:
             self._meter.reset()
+            if self._drafting is not None:
+                self._drafting.reset()
 
     def plot_timeline(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """A figure of the prefill and decode programs since the metrics were reset; see `timeline.plot_timeline`."""

@@ -8,6 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from jaxinfer.engine.drafting_metrics import SpeculationMetrics
+
 KEPT_REQUESTS = 10_000
 """Finished requests whose latencies are remembered."""
 KEPT_SPANS = 50_000
@@ -81,11 +83,15 @@ class EngineMetrics:
     compilations: int
     compilations_after_warmup: int
     seconds_compiling: float
+    speculation: SpeculationMetrics | None = None
+    """With a draft."""
 
     def prometheus(self, prefix: str = "jaxinfer") -> str:
         """The same in Prometheus' text format, each value with its documentation."""
         lines = []
-        for name, value in dataclasses.asdict(self).items():
+        values = dataclasses.asdict(self)
+        del values["speculation"]
+        for name, value in values.items():
             full = f"{prefix}_{name}"
             if isinstance(value, dict) and name == "finished":
                 lines += [f"# TYPE {full} counter"]
@@ -98,6 +104,8 @@ class EngineMetrics:
             else:
                 kind = "counter" if name in _COUNTERS else "gauge"
                 lines += [f"# TYPE {full} {kind}", f"{full} {value:.9g}"]
+        if self.speculation is not None:
+            lines += self.speculation.prometheus(f"{prefix}_speculation")
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
@@ -125,6 +133,7 @@ class EngineMetrics:
                 f"{self.prefill_share:.1%}; decode rows {self.batch_occupancy:.1%} full",
                 f"compilations                {self.compilations} in {self.seconds_compiling:.1f} s of all threads, "
                 f"{self.compilations_after_warmup} after warm-up",
+                *([] if self.speculation is None else [str(self.speculation)]),
             ]
         )
 

@@ -37,7 +37,7 @@ COPIES = 16
 class Size:
     """What distinguishes one program from another; fields that a kind does not use keep their defaults."""
 
-    kind: Literal["prefill", "prefill_scored", "score", "start", "decode", "copy", "blank", "seat", "catch_up"]
+    kind: Literal["prefill", "prefill_scored", "score", "start", "decode", "copy", "blank", "seat", "catch_up", "draft"]
     rows: int = 0
     length: int = 0
     """Tokens of a row, of prefill and of a draft's."""
@@ -123,8 +123,12 @@ class Programs:
             if rows == self._settings.prefill_rows[0] or rows * length <= rules.max_prefill_tokens
         ]
 
+    def _key_of(self, size: Size) -> tuple[object, ...]:
+        """What tells this program apart from all others of the process."""
+        return (*self._key, size)
+
     def _compile(self, size: Size) -> Callable[..., Any]:
-        key = (*self._key, size)
+        key = self._key_of(size)
         compiled = _SHARED.get(key)
         if compiled is not None:
             self._compiled[size] = compiled

@@ -12,7 +12,8 @@ if typing.TYPE_CHECKING:
 
 
 def plot_timeline(spans: Sequence[Span], path: str | os.PathLike[str] | None = None) -> "Figure":
-    """Draws spans in two rows, prefill and decode, the more opaque the more sequences; returns the figure.
+    """Draws spans in a row for each kind, the more opaque the more sequences; returns the figure. Kinds are prefill,
+    decode and, where there is one, a draft's own prefill.
 
     A notebook shows what is returned; `path` also saves it, as PNG or whatever its ending says. Needs matplotlib, which
     comes with `pip install jaxinfer[plot]`. Raises ImportError without it and ValueError if there is nothing to draw.
@@ -24,7 +25,10 @@ def plot_timeline(spans: Sequence[Span], path: str | os.PathLike[str] | None = N
     axes = figure.add_subplot()
     origin = min(span.start for span in spans)
     most = max(span.rows for span in spans)
-    for place, (kind, colour) in enumerate((("decode", "tab:blue"), ("prefill", "tab:orange"))):
+    kinds = {"decode": "tab:blue", "prefill": "tab:orange", "draft": "tab:green"}
+    if not any(span.kind == "draft" for span in spans):
+        del kinds["draft"]
+    for place, (kind, colour) in enumerate(kinds.items()):
         mine = [span for span in spans if span.kind == kind]
         if mine:
             axes.broken_barh(
@@ -32,8 +36,8 @@ def plot_timeline(spans: Sequence[Span], path: str | os.PathLike[str] | None = N
                 (place + 0.1, 0.8),
                 facecolors=[(colour, 0.25 + 0.75 * span.rows / most) for span in mine],
             )
-    axes.set_yticks([0.5, 1.5], ["decode", "prefill"])
-    axes.set_ylim(0, 2)
+    axes.set_yticks([place + 0.5 for place in range(len(kinds))], list(kinds))
+    axes.set_ylim(0, len(kinds))
     axes.set_xlabel("seconds")
     if path is not None:
         figure.savefig(path, dpi=150)

@@ -15,6 +15,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.model import Model
+from jaxinfer.request import RequestTooLong
 from jaxinfer.sampling import draw_logits, processed_logits, sample
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
 from jaxinfer.speculative.acceptance import Proposal
@@ -82,7 +83,7 @@ class ModelDraft:
             self._checked = target
         context = self.model.config.max_position_embeddings
         if longest > context:
-            raise ValueError(
+            raise RequestTooLong(
                 f"a request reaches {longest} tokens, but the context of the draft {self.model.name} is {context}; "
                 "lower max_tokens, shorten the prompt or take another draft"
             )

@@ -10,7 +10,7 @@ from jaxinfer.speculative.acceptance import Acceptance, Exact
 from jaxinfer.speculative.policy import Adaptive, Policy
 from jaxinfer.speculative.proposer import Draft
 from jaxinfer.speculative.report import SpeculationReport
-from pallas_kernels.int4_matmul import PackedInt4
+from pallas_kernels.int4_matmul import PackedInt4, PackedInt8
 
 log = logging.getLogger("jaxinfer")
 
@@ -93,8 +93,8 @@ def quantisation(params: object) -> str:
 
 def _stored(weight: Weight) -> str:
     match weight:
-        case PackedInt4():
-            return f"4 bits, {weight.kind}, groups of {weight.group_size}"
+        case PackedInt4() | PackedInt8():
+            return f"{weight.bits} bits, {weight.kind}, groups of {weight.group_size}"
         case PermutedInputs():
             return _stored(weight.weight)
         case StackedOutputs():

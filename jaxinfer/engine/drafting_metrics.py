@@ -1,0 +1,80 @@
+"""What an engine measures of its draft."""
+
+import dataclasses
+
+from jaxinfer.speculative.report import SpeculationReport
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationMetrics:
+    """Acceptance, and where the time of decoding went. Times are in seconds of the device, as the host sees them."""
+
+    acceptance_by_position: tuple[float, ...]
+    """Share of the tokens at each drafted position that stayed, of those before which all stayed."""
+    acceptance_rate: float
+    mean_accepted_length: float
+    """Drafted tokens that stayed a step, of sequences that were proposed any."""
+    tokens_per_step: float
+    """Of a sequence: 1 is plain decoding."""
+    steps: dict[int, int]
+    """By drafted length; 0 is plain decoding."""
+    step_seconds: dict[int, float]
+    """Of all steps of a length together."""
+    draft_seconds: float | None
+    """Of `step_seconds`, what the draft's passes take by themselves, timed with empty rows by `warmup`; None without.
+    A draft that runs no model takes next to nothing, and it is not timed."""
+    verify_seconds: float | None
+    """The rest of the steps with drafted tokens: verification and acceptance."""
+    catch_up_seconds: float
+    """The draft's own prefill, and its catching up after plain steps."""
+
+    @classmethod
+    def of(
+        cls, report: SpeculationReport, draft_seconds: float | None, catch_up_seconds: float
+    ) -> "SpeculationMetrics":
+        drafted = sum(seconds for length, seconds in report.seconds.items() if length)
+        return cls(
+            acceptance_by_position=report.acceptance_by_position,
+            acceptance_rate=report.acceptance_rate,
+            mean_accepted_length=report.mean_accepted_length,
+            tokens_per_step=report.tokens_per_step,
+            steps=dict(report.steps),
+            step_seconds=dict(report.seconds),
+            draft_seconds=draft_seconds,
+            verify_seconds=None if draft_seconds is None else max(0.0, drafted - draft_seconds),
+            catch_up_seconds=catch_up_seconds,
+        )
+
+    def prometheus(self, prefix: str) -> list[str]:
+        """Lines of Prometheus' text format."""
+        lines = [f"# TYPE {prefix}_acceptance gauge"]
+        shares = enumerate(self.acceptance_by_position, 1)
+        lines += [f'{prefix}_acceptance{{position="{place}"}} {share:.9g}' for place, share in shares]
+        for name, values in (("steps", self.steps), ("step_seconds", self.step_seconds)):
+            lines.append(f"# TYPE {prefix}_{name} counter")
+            lines += [f'{prefix}_{name}{{drafted="{length}"}} {value:.9g}' for length, value in sorted(values.items())]
+        for name in ("acceptance_rate", "mean_accepted_length", "tokens_per_step"):
+            lines += [f"# TYPE {prefix}_{name} gauge", f"{prefix}_{name} {getattr(self, name):.9g}"]
+        for name in ("draft_seconds", "verify_seconds", "catch_up_seconds"):
+            if getattr(self, name) is not None:
+                lines += [f"# TYPE {prefix}_{name} counter", f"{prefix}_{name} {getattr(self, name):.9g}"]
+        return lines
+
+    def __str__(self) -> str:
+        """Lines of the engine's table."""
+        shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_position) or "nothing was drafted"
+        steps = ", ".join(
+            f"{count} {f'of k = {length}' if length else 'plain'} ({1e3 * self.step_seconds[length] / count:.2f} ms)"
+            for length, count in sorted(self.steps.items())
+        )
+        split = "not timed (warmup does)"
+        if self.draft_seconds is not None and self.verify_seconds is not None:
+            split = f"{self.draft_seconds:.2f} s, verification {self.verify_seconds:.2f} s"
+        return "\n".join(
+            [
+                f"speculation                 accepted by position: {shares}; {self.mean_accepted_length:.2f} a step, "
+                f"{self.tokens_per_step:.2f} tokens a step",
+                f"                            steps: {steps or 'none'}",
+                f"                            drafting {split}, catching up {self.catch_up_seconds:.2f} s",
+            ]
+        )
