@@ -53,6 +53,7 @@ CHUNKS = [
     Chunk("kernel", 512, 3584),
     Chunk("kernel", 2048, 30720),
     Chunk("kernel windowed", 2048, 2048),
+    Chunk("kernel", 2048, 2048, "int8"),
 ]
 
 
@@ -135,7 +136,7 @@ def blocked(case: Chunk, q: jax.Array, own: Arrays, pools: Any, scales: Any, *pl
 def kernel(
     case: Chunk, q: jax.Array, own: Arrays, pools: Any, scales: Any, positions: jax.Array, table: jax.Array
 ) -> jax.Array:
-    del own, scales
+    del own
     plan = plan_for(
         batch=1,
         tokens=case.tokens,
@@ -146,10 +147,12 @@ def kernel(
         pages_per_row=table.shape[1],
         scale=case.head_dim**-0.5,
         window=WINDOW if case.route.endswith("windowed") else None,
+        kv=case.kv,
     )
     plan = dataclasses.replace(plan, **dict(case.schedule))
     places = (table, positions[:, 0], positions[:, -1] + 1)
-    return mosaic.paged_prefill(q, *pools, *places, None, plan=plan, return_lse=False)[0]
+    codes = None if scales[0] is None else scales
+    return mosaic.paged_prefill(q, *pools, *places, None, codes, plan=plan, return_lse=False)[0]
 
 
 # cuDNN on contiguous arrays, the two routes of a chunk through it, what XLA makes of it, and the kernel.

@@ -40,6 +40,21 @@ class SimulatedPrefillWarp(SimulatedWideWarp):
     def either(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a ^ b
 
+    def pick(self, x: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        return x[lane]
+
+    def shift_right(self, word: np.ndarray, bits: np.ndarray) -> np.ndarray:
+        return (word.view(np.uint32) >> bits.astype(np.uint32)).view(np.int32)
+
+    def store_shared(
+        self, address: np.ndarray, to: int, words: Sequence[np.ndarray], predicate: np.ndarray | None
+    ) -> None:
+        address = address + to
+        for lane in range(32) if predicate is None else np.flatnonzero(predicate):
+            assert address[lane] % 16 == 0, "unaligned shared write"
+            for i, word in enumerate(words):
+                self.bytes.view(np.int32)[address[lane] // 4 + i] = word[lane]
+
     def any(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a | b
 
@@ -138,11 +153,15 @@ def simulate(
     starts: np.ndarray,
     lengths: np.ndarray,
     sinks: np.ndarray | None,
+    scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the kernel returns: output and log-sum-exp."""
     out, lse = np.full(q.size, np.nan, BF16), np.full(q.size // plan.head_dim, np.nan, np.float32)
+    k_scales, v_scales = (None, None) if scales is None else [x.reshape(-1) for x in scales]
+    if scales is not None:
+        k_pages, v_pages = k_pages.view(np.uint8), v_pages.view(np.uint8)
     flat = [np.ascontiguousarray(x).reshape(-1) for x in (q, k_pages, v_pages, page_table, starts, lengths)]
-    arguments = Arguments(*flat, sinks=sinks, out=out, lse=lse)
+    arguments = Arguments(*flat, sinks=sinks, out=out, lse=lse, k_scales=k_scales, v_scales=v_scales)
     for block in range(plan.launched):
         barriers = Barriers()
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import dispatch
-from pallas_kernels.paged_attention.formats import check_pools
+from pallas_kernels.paged_attention.formats import FORMATS, check_pools
 from pallas_kernels.paged_prefill import mosaic, reference
 from pallas_kernels.paged_prefill.plan import keys_of, plan_for
 
@@ -68,6 +68,7 @@ def paged_prefill(
     if explain:
         return choices
     arrays = (q, k_pages, v_pages, page_table, starts, lengths)
+    scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     if choices[0].taken:
         plan = plan_for(
             batch=batch,
@@ -81,11 +82,11 @@ def paged_prefill(
             window=window,
             softcap=softcap,
             sinks=sinks is not None,
+            kv=kv,
         )
         sinks = None if sinks is None else sinks.astype(jnp.float32)
-        out, lse = mosaic.paged_prefill(*arrays, sinks, plan=plan, return_lse=return_lse)
+        out, lse = mosaic.paged_prefill(*arrays, sinks, scales, plan=plan, return_lse=return_lse)
     else:
-        scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
         out, lse = reference.paged_prefill(*arrays, sinks, scales, scale=scale, window=window, softcap=softcap)
     return (out, lse) if return_lse else out
 
@@ -95,8 +96,8 @@ def mosaic_refusal(shape: tuple[int, ...], dtype: jnp.dtype | type, kv: str, pag
     dtype, head_dim, size = jnp.dtype(dtype), shape[3], shape[0] * shape[1] * shape[2] * shape[3]
     if dtype != jnp.bfloat16:
         return f"it needs bfloat16 queries, not {dtype}"
-    if kv != "bfloat16":
-        return f"it needs bfloat16 pages, not {kv}"
+    if kv != "bfloat16" and kv not in FORMATS:
+        return f"it needs pages of bfloat16, {', '.join(FORMATS)}, not {kv}"
     if head_dim % 16 or head_dim > 256:
         return f"it needs a head_dim that is a multiple of 16 and at most 256, not {head_dim}"
     if page_size % 16 or keys_of(head_dim) % page_size:

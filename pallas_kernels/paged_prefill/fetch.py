@@ -26,6 +26,11 @@ class Fetch:
         piece = self.w.either(self.chunk % self.slab_chunks, line // 128 % self.slab_chunks)
         return self.chunk // self.slab_chunks * (slab_rows * self.plan.swizzle) + line + piece * 16
 
+    def places(self, base: Any) -> list[Any]:
+        """Where this thread's first rows of a tile go: rows a multiple of 8 apart have the same place in theirs."""
+        step, keys = self.plan.rows_at_once, self.plan.keys
+        return [base + self.place(self.row + kind * step, keys) for kind in range(max(1, 8 // step))]
+
     def queries(self, a: Arguments, part: Part) -> None:
         w, plan = self.w, self.plan
         for first in range(0, ROWS, plan.rows_at_once):
@@ -48,9 +53,7 @@ class Fetch:
     def tile(self, pool: Any, part: Part, tile: Any, pages: Any, base: Any) -> None:
         """One tile of keys or values; zeros from the row's length on: 0 * NaN would be NaN."""
         w, plan = self.w, self.plan
-        # Rows a multiple of 8 apart lie in the same place of their 8 rows.
-        kinds = max(1, 8 // plan.rows_at_once)
-        addresses = [base + self.place(self.row + kind * plan.rows_at_once, plan.keys) for kind in range(kinds)]
+        addresses = self.places(base)
         left = part.length - tile * plan.keys - self.row
         for page in range(plan.tile_pages):
             head = w.broadcast(pages, page) * plan.kv_heads + part.kv_head
@@ -58,7 +61,7 @@ class Fetch:
             for step in range(plan.page_size // plan.rows_at_once):
                 first = step * plan.rows_at_once
                 key = page * plan.page_size + first
-                kind = step % kinds
+                kind = step % len(addresses)
                 to = (key - kind * plan.rows_at_once) * plan.swizzle
                 skip = first * plan.row_chunks * 16
                 stored = w.integer(key) < left

@@ -15,14 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_prefill import fetch, fetch_codes
 from pallas_kernels.paged_prefill.attend import Attend
-from pallas_kernels.paged_prefill.fetch import fetch_part, report_last
 from pallas_kernels.paged_prefill.parts import Arguments, Part, number_of_parts, part_of
 from pallas_kernels.paged_prefill.plan import CONSUMER_WARPS, PRODUCERS, PrefillPlan
 from pallas_kernels.paged_prefill.warp import PrefillWarp
-
-REGISTERS = 40, 232
-"""Of each fetching and each multiplying thread."""
 
 
 def prefill(w: Any, plan: PrefillPlan, a: Arguments, block: Any) -> None:
@@ -40,14 +37,17 @@ def prefill(w: Any, plan: PrefillPlan, a: Arguments, block: Any) -> None:
         return Part(w, plan, a, part_of(w, plan, block, i))
 
     def produce() -> None:
-        w.set_registers(REGISTERS[0], more=False)
+        w.set_registers(plan.registers[0], more=False)
         # The first time round every stage is empty, and none is before the first.
         start = (w.integer(0), w.integer(1), w.integer(-1), w.integer(1))
-        _, _, last, _ = w.loop(parts, start, lambda i, carry: fetch_part(w, plan, a, part(i), carry))
-        report_last(w, plan, last)
+        if plan.kv == "bfloat16":
+            _, _, last, _ = w.loop(parts, start, lambda i, carry: fetch.fetch_part(w, plan, a, part(i), carry))
+            fetch.report_last(w, plan, last)
+        else:
+            w.loop(parts, start, lambda i, carry: fetch_codes.fetch_part(w, plan, a, part(i), carry))
 
     def consume() -> None:
-        w.set_registers(REGISTERS[1], more=True)
+        w.set_registers(plan.registers[1], more=True)
         w.loop(parts, [w.integer(0)] * 3, lambda i, carry: Attend(w, plan, part(i)).run(a, carry))
 
     w.when(w.warp < CONSUMER_WARPS, consume)
@@ -64,12 +64,13 @@ def paged_prefill(
     starts: jax.Array,
     lengths: jax.Array,
     sinks: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     plan: PrefillPlan,
     return_lse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Runs the kernel. bfloat16 q, pages and output; float32 sinks and log-sum-exp."""
-    operands = [q, k_pages, v_pages, page_table, starts, lengths, *(() if sinks is None else (sinks,))]
+    """Runs the kernel. bfloat16 q and output, pages as `plan.kv` says; float32 sinks, scales and log-sum-exp."""
+    operands = [q, k_pages, v_pages, page_table, starts, lengths, *(scales or ()), *(() if sinks is None else (sinks,))]
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if return_lse:
         out_type.append(jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
@@ -83,9 +84,11 @@ def paged_prefill(
             w = PrefillWarp(shared)
             arguments = Arguments(
                 *inputs[:6],
-                sinks=None if sinks is None else inputs[6],
+                sinks=None if sinks is None else inputs[-1],
                 out=outs[0],
                 lse=outs[1] if return_lse else None,
+                k_scales=inputs[6] if scales else None,
+                v_scales=inputs[7] if scales else None,
             )
             prefill(w, plan, arguments, w.scalar(block))
 

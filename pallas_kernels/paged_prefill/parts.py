@@ -19,6 +19,8 @@ class Arguments:
     sinks: Any
     out: Any
     lse: Any
+    k_scales: Any = None
+    v_scales: Any = None
 
 
 def number_of_parts(w: Any, plan: PrefillPlan, block: Any) -> Any:

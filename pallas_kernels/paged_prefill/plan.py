@@ -32,6 +32,7 @@ class PrefillPlan:
     window: int | None
     softcap: float | None
     sinks: bool
+    kv: str
     stages: int
     blocks: int | None = None
 
@@ -66,7 +67,12 @@ class PrefillPlan:
     @property
     def queries_in_registers(self) -> bool:
         """Where they fit beside the sums: the tensor cores then read a sixth less of shared memory."""
-        return self.head_dim <= 128
+        return self.head_dim <= 128 and self.kv == "bfloat16"
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of each fetching and each multiplying thread; those that fetch codes hold half a tile of them, twice."""
+        return (40, 232) if self.kv == "bfloat16" else (88, 208)
 
     @property
     def swizzle(self) -> int:
@@ -148,8 +154,9 @@ def plan_for(
     window: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    kv: str = "bfloat16",
 ) -> PrefillPlan:
-    """The plan of a call."""
+    """The plan of a call over pages that hold `kv`."""
     return PrefillPlan(
         batch=batch,
         tokens=tokens,
@@ -162,6 +169,7 @@ def plan_for(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        kv=kv,
         stages=most_stages(head_dim),
     )
 

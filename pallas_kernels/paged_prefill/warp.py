@@ -10,13 +10,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
-from pallas_kernels.paged_attention.words import Value, Words
+from pallas_kernels.paged_attention.words import Value, WordInstructions, Words
 
 SWIZZLES = {128: 1, 64: 2, 32: 3}
 """How a matrix descriptor names a swizzle of so many bytes."""
 
 
-class PrefillWarp(WideWarp):
+class PrefillWarp(WideWarp, WordInstructions):
     """Emits at MLIR's current insertion point."""
 
     # Numbers
@@ -48,6 +48,9 @@ class PrefillWarp(WideWarp):
         """a xor b."""
         return Value(arith.xori(a.ir, b.ir))
 
+    def shift_right(self, word: Value, bits: Value) -> Value:
+        return Value(arith.shrui(word.ir, bits.ir))
+
     def any(self, a: Value, b: Value) -> Value:
         return Value(arith.ori(a.ir, b.ir))
 
@@ -55,6 +58,11 @@ class PrefillWarp(WideWarp):
         """Whether it is true in any lane of the warp."""
         ptx = "vote.sync.any.pred $0, $1, 0xFFFFFFFF;"
         return Value(llvm.inline_asm(condition.ir.type, [condition.ir], ptx, "=b,b", has_side_effects=True))
+
+    def pick(self, x: Value, lane: Value) -> Value:
+        """The int32 x of a lane, which may differ from lane to lane."""
+        ptx = "shfl.sync.idx.b32 $0, $1, $2, 0x1F, 0xFFFFFFFF;"
+        return Value(llvm.inline_asm(x.ir.type, [x.ir, lane.ir], ptx, "=r,r,r", has_side_effects=True))
 
     # Control
     def choose(self, condition: Value, carry: Sequence[Value], body: Callable[[], Sequence[Value]]) -> Words:
@@ -97,6 +105,13 @@ class PrefillWarp(WideWarp):
             ptx, constraints = f"@$3 {ptx}", constraints + ",b"
             operands.append(predicate.ir)
         self._emit(ptx, constraints, *operands)
+
+    def store_shared(self, address: Value, to: int, words: Sequence[Value], predicate: Value | None) -> None:
+        """Four words to shared memory at `address + to`."""
+        guard = "" if predicate is None else "@$5 "
+        operands = [self._shared(address), *(word.ir for word in words), *([] if predicate is None else [predicate.ir])]
+        constraints = ",".join(["r"] * 5 + ["b"] * (predicate is not None))
+        self._emit(f"{guard}st.shared.v4.b32 [$0 + {to}], {{$1, $2, $3, $4}};", constraints, *operands)
 
     def store_pair(self, ref: ir.Value, offset: Value, skip: int, word: Value, predicate: Value) -> None:
         """A word to 16-bit elements `offset + skip` and the next."""
