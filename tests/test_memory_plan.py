@@ -84,10 +84,31 @@ def test_plans_are_planned_as_they_are_loaded(plan: str | Plan):
     assert all(size > 0 for size in parts.values())
 
 
+def test_calibrated_methods_take_the_room_of_the_others():
+    """AWQ's scales go into other weights, and GPTQ's order of the inputs is theirs."""
+    sizes = {
+        plan: ji.memory_plan(FAMILIES["llama"].folder, quantize=plan).weights
+        for plan in ("int4", "int4-gptq", "int4-awq")
+    }
+    assert sizes["int4-gptq"] == sizes["int4-awq"] == sizes["int4"]
+
+
 def test_gguf_files_are_planned_as_they_are_loaded(tmp_path: pathlib.Path):
     path = gguf_conversion.convert(FAMILIES["llama"], tmp_path / "llama.gguf")
     loaded = ji.load(path, dtype="float32", progress=False)
     assert_same(abstract_params(path, loaded.config, Storage(loaded.dtype), target_for(None)), loaded.params)
+
+
+@pytest.mark.parametrize("packed", [None, False])
+def test_stores_are_planned_as_they_are_loaded(packed: bool | None, tmp_path: pathlib.Path):
+    path = tmp_path / "store"
+    plan = Plan((Rule(("*.q_proj",), Precision(4, 16)), Rule(("*.down_proj",), Precision(8))))
+    ji.quantize(FAMILIES["llama"].folder, plan, out=path, progress=False)
+    loaded = ji.load(path, packed=packed, progress=False)
+    assert_same(
+        abstract_params(path, loaded.config, Storage(loaded.dtype, None, packed), target_for(None)), loaded.params
+    )
+    assert ji.memory_plan(path, packed=packed).total_weights == num_bytes(loaded.params)
 
 
 def test_random_weights_are_planned_as_they_are_made(tmp_path: pathlib.Path):
@@ -100,7 +121,7 @@ def test_random_weights_are_planned_as_they_are_made(tmp_path: pathlib.Path):
 def test_matrices_are_not_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     """Only vectors are, such as GPTQ's order of the inputs."""
     folder = quantized_checkpoints.make("gptq act-order", tmp_path).quantized
-    expected = ji.memory_plan(folder, packed=True)
+    expected = ji.memory_plan(folder, packed=True).weights
     read, asked = SafetensorsFolder.read, []
 
     def watched(self: SafetensorsFolder, name: str, rows: slice | None = None) -> np.ndarray:
@@ -112,7 +133,7 @@ def test_matrices_are_not_read(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(SafetensorsFolder, "read", watched)
     monkeypatch.setattr(SafetensorsFolder, "read_into", refused)
-    assert ji.memory_plan(folder, packed=True) == expected
+    assert ji.memory_plan(folder, packed=True).weights == expected
     assert asked
     assert all(name.endswith("g_idx") for name in asked)
 

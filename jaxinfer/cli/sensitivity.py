@@ -24,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
         precisions=precisions,
         measure_head=options.head,
         max_tokens=options.tokens,
+        quick=options.quick,
         progress=shown,
     )
     proposal = found.propose(options.budget, joined=not options.separate)

@@ -18,6 +18,9 @@ def add_sensitivity(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="candidates as BITS:GROUP:METHOD, the last two as in plans and optional, with commas (4:128,4:64,4:32,8)",
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="measure KL for the coarsest candidate only, and scale it for the others"
+    )
     parser.add_argument("--head", action="store_true", help="measure the language-model head too")
     parser.add_argument(
         "--budget",

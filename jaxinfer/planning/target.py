@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxinfer.memory import free_host_bytes
 from pallas_kernels import dispatch
-from pallas_kernels.int4_matmul import PackedInt4, to_kernel_layout, to_mosaic
+from pallas_kernels.int4_matmul import Packed, PackedInt8, int8_to_mosaic, to_kernel_layout, to_mosaic
 from pallas_kernels.int4_matmul.api import mosaic_refusal
 
 JAX_FRACTION = 0.75
@@ -34,12 +34,14 @@ class Target:
     def default_dtype(self) -> jnp.dtype:
         return jnp.dtype(jnp.float32 if self.backend == "cpu" else jnp.bfloat16)
 
-    def kernel_layout(self, weight: PackedInt4) -> PackedInt4:
+    def kernel_layout(self, weight: Packed) -> Packed:
         """The weight in the order that this device's kernel reads."""
         if self.is_here:
             return to_kernel_layout(weight)
         refusal = mosaic_refusal(1, jnp.bfloat16, jnp.bfloat16, dataclasses.replace(weight, layout="mosaic"))
-        return to_mosaic(weight) if refusal in (None, dispatch.hopper_refusal()) else weight
+        if refusal not in (None, dispatch.hopper_refusal()):
+            return weight
+        return int8_to_mosaic(weight) if isinstance(weight, PackedInt8) else to_mosaic(weight)
 
 
 def target_for(gpu_memory: int | str | None) -> Target:

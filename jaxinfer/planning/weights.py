@@ -24,11 +24,14 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.packed_weights import PackedReader
-from jaxinfer.params import ParamSpec, ReadPacked, build, has_own_head, linear_names
+from jaxinfer.params import ParamSpec, ReadPacked, build, from_pieces, has_own_head, linear_names
 from jaxinfer.planning.target import Target
 from jaxinfer.quantization.plan import CALIBRATED, Plan, Precision
 from jaxinfer.quantization.quantizer import quantize_weight
-from pallas_kernels.int4_matmul import PackedInt4
+from jaxinfer.store.manifest import is_store
+from jaxinfer.store.reader import Store
+from jaxinfer.store.structure import canonical_like
+from pallas_kernels.int4_matmul import Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +47,14 @@ def abstract_params(path: pathlib.Path, config: ModelConfig, storage: Storage, t
     """`Params` of `jax.ShapeDtypeStruct`s, as `load` makes them of the checkpoint at `path` for that device.
 
     A folder with a config.json alone is taken for one of plain tensors. Of a quantised folder's tensors only vectors
-    are read, of a GGUF file's one row each. Raises CheckpointError for what `load` would refuse.
+    are read, of a GGUF file's one row each, of a store none. Raises CheckpointError for what `load` would refuse.
     """
     plan = storage.plan
     if plan is not None:
         plan.check(linear_names(config))
         return build(config, lambda spec: _by_plan(spec, storage, target), has_own_head(plan))
+    if is_store(path):
+        return _as_kept(Store(path), storage, target)
     with _packed_reader(path, config, storage, target) as read_packed:
         return build(config, lambda spec: _as_stored(spec, storage, target, read_packed), False)
 
@@ -58,8 +63,8 @@ def bytes_by_precision(params: Params) -> dict[str, int]:
     """Bytes of parameters, abstract or not, by what they are: "int4, groups of 64", "int8", "bfloat16", "norms", ..."""
     found: collections.Counter[str] = collections.Counter()
     for leaf in jax.tree.leaves(params, is_leaf=_is_codes):
-        if isinstance(leaf, PackedInt4):
-            found[f"int4, groups of {leaf.group_size}"] += num_bytes(leaf)
+        if isinstance(leaf, Packed):
+            found[f"int{leaf.bits}, groups of {leaf.group_size}"] += num_bytes(leaf)
         elif isinstance(leaf, ScaledCodes):
             found[str(leaf.codes.dtype)] += num_bytes(leaf)
         else:
@@ -68,7 +73,7 @@ def bytes_by_precision(params: Params) -> dict[str, int]:
 
 
 def _is_codes(node: object) -> bool:
-    return isinstance(node, (PackedInt4, ScaledCodes))
+    return isinstance(node, (Packed, ScaledCodes))
 
 
 def num_bytes(tree: Any) -> int:
@@ -110,6 +115,29 @@ def _as_stored(spec: ParamSpec, storage: Storage, target: Target, read_packed: R
     return _plain(spec, storage)
 
 
+def _as_kept(store: Store, storage: Storage, target: Target) -> Params:
+    """What `Store.pieces` makes, or for packed=False the decoding of all that is packed."""
+    if storage.packed is False:
+        return build(store.config, lambda spec: _plain(spec, storage), False)
+
+    def make(spec: ParamSpec, weight: Any) -> Any:
+        if isinstance(weight, StackedOutputs):
+            return StackedOutputs(tuple(make(spec, part) for part in weight.parts))
+        if isinstance(weight, PermutedInputs):
+            return PermutedInputs(make(spec, weight.weight), weight.permutation)
+        if isinstance(weight, Packed):
+            return _on_device(canonical_like(weight), target)
+        if isinstance(weight, jax.ShapeDtypeStruct) and not spec.is_norm:
+            return jax.ShapeDtypeStruct(weight.shape, storage.dtype)
+        return weight
+
+    pieces = store.manifest.weights
+    return from_pieces(
+        (piece, {field: make(spec, pieces[piece][field].weight) for field, spec in specs.items()})
+        for piece, specs in store.specs()
+    )
+
+
 def _plain(spec: ParamSpec, storage: Storage) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(jnp.float32) if spec.is_norm else storage.dtype)
 
@@ -120,7 +148,7 @@ def _on_device(weight: Any, target: Target) -> Any:
         return StackedOutputs(tuple(_on_device(part, target) for part in weight.parts))
     if isinstance(weight, PermutedInputs):
         return PermutedInputs(_on_device(weight.weight, target), weight.permutation)
-    return jax.eval_shape(target.kernel_layout, weight) if isinstance(weight, PackedInt4) else weight
+    return jax.eval_shape(target.kernel_layout, weight) if isinstance(weight, Packed) else weight
 
 
 class _Unread(QuantizedTensor):
@@ -177,11 +205,11 @@ def _packed_reader(
 
 
 def largest(params: Params) -> tuple[int, int]:
-    """Shape of the largest linear weight of the layers that is packed in 4 bits; (0, 0) if there is none."""
+    """Shape of the largest linear weight of the layers that is packed in groups; (0, 0) if there is none."""
     shapes = [
         leaf.shape
-        for leaf in jax.tree.leaves(params.layers, is_leaf=lambda node: isinstance(node, PackedInt4))
-        if isinstance(leaf, PackedInt4)
+        for leaf in jax.tree.leaves(params.layers, is_leaf=lambda node: isinstance(node, Packed))
+        if isinstance(leaf, Packed)
     ]
     return max(shapes, key=lambda shape: shape[0] * shape[1], default=(0, 0))
 

@@ -12,7 +12,7 @@ distributions from the original's. The second is what counts: an output may be w
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ def sensitivity(
     precisions: Sequence[Precision] = CANDIDATES,
     measure_head: bool = False,
     max_tokens: int = MOST_TOKENS,
+    quick: bool = False,
     progress: bool | None = None,
 ) -> Sensitivity:
     """Measures every projection of the layers, and with `measure_head` the head, in every one of `precisions`.
@@ -61,6 +62,9 @@ def sensitivity(
     takes a pass through the layers above, half a forward pass of all tokens on the average, and the head. Precisions
     may use every method but "awq", whose scales concern several weights at once; "gptq" is fitted to the original's
     inputs.
+
+    `quick` runs the layers above only for each weight's coarsest precision. The KL divergence of the others is that
+    one, times the ratio of their output errors: both grow with the square of what rounding changes.
 
     Raises ValueError for a model that is packed already, for no text, and for precisions that cannot be measured.
     """
@@ -74,7 +78,7 @@ def sensitivity(
     progress = is_watched() if progress is None else progress
     measured = []
     with tqdm(total=len(names), unit="weight", desc="Measuring", disable=not progress, leave=False) as bar:
-        for one in _Measurement(model, windows, precisions).weights(measure_head):
+        for one in _Measurement(model, windows, precisions, quick).weights(measure_head):
             measured.append(one)
             bar.update()
     assert [one.name for one in measured] == names
@@ -104,8 +108,8 @@ class _Measured:
 class _Measurement:
     """The original's hidden states before every layer, from which each change runs on."""
 
-    def __init__(self, model: Model, windows: np.ndarray, precisions: Sequence[Precision]) -> None:
-        self._config, self._params, self._precisions = model.config, model.params, precisions
+    def __init__(self, model: Model, windows: np.ndarray, precisions: Sequence[Precision], quick: bool) -> None:
+        self._config, self._params, self._precisions, self._quick = model.config, model.params, precisions, quick
         self._num_tokens = windows.size
         tokens = [jnp.asarray(batch) for batch in row_batches(windows)]
         embedded = [embed(batch, model.params.embed_tokens, model.config).astype(jnp.float32) for batch in tokens]
@@ -123,9 +127,7 @@ class _Measurement:
             moments = second_moments(rows) / rows.shape[0]
             # A tied head is no weight of its own until it is quantised.
             found = _Measured(HEAD, 0 if self._params.lm_head is None else 2 * self._head.size)
-            for precision in self._precisions:
-                values = self._round(found, self._head, moments, precision)
-                found.divergences.append(self._divergence(self._original, values))
+            self._fill(found, self._head, moments, lambda values: self._divergence(self._original, values))
             yield found
 
     def _layer(self, index: int) -> Iterator[_Measured]:
@@ -139,26 +141,40 @@ class _Measurement:
             starts = [0, *itertools.accumulate(spec.rows)]
             for name, (start, stop) in zip(spec.sources, itertools.pairwise(starts), strict=True):
                 weight = whole[start:stop]
-                found = _Measured(name.removesuffix(".weight"), 2 * weight.size)
-                for precision in self._precisions:
-                    values = self._round(found, weight, inputs, precision)
-                    changed = dataclasses.replace(layer, **{field: whole.at[start:stop].set(values)})
+
+                def diverges(values: jax.Array, field: str = field, rows: slice = slice(start, stop)) -> float:
+                    changed = dataclasses.replace(layer, **{field: getattr(layer, field).at[rows].set(values)})
                     x = [pass_through(changed, x, config=config, index=same) for x in self._states[index]]
                     last = self._normalised(self._passed(x, index + 1, config.num_layers))
-                    found.divergences.append(self._divergence(last, self._head))
+                    return self._divergence(last, self._head)
+
+                found = _Measured(name.removesuffix(".weight"), 2 * weight.size)
+                self._fill(found, weight, inputs, diverges)
                 yield found
 
-    def _round(
-        self, found: _Measured, weight: Float[Array, "out in"], moments: Float[Array, "in in"], precision: Precision
-    ) -> Float[Array, "out in"]:
-        """The values of the quantised weight; notes its size and the error of its outputs."""
-        packed = quantize_weight(weight, precision, moments)
-        values = values_of(packed)
+    def _fill(
+        self,
+        found: _Measured,
+        weight: Float[Array, "out in"],
+        moments: Float[Array, "in in"],
+        diverges: Callable[[jax.Array], float],
+    ) -> None:
+        """Quantises a weight in every precision; `diverges` tells what its new values do to the model."""
         outputs = float(jnp.sum(output_errors(weight, moments)))
-        added = float(jnp.sum(output_errors(values - weight, moments)))
-        found.output_errors.append(added / outputs if outputs else 0.0)
-        found.sizes.append(num_bytes(packed))
-        return values
+        rounded = []
+        for precision in self._precisions:
+            packed = quantize_weight(weight, precision, moments)
+            rounded.append(values_of(packed))
+            added = float(jnp.sum(output_errors(rounded[-1] - weight, moments)))
+            found.output_errors.append(added / outputs if outputs else 0.0)
+            found.sizes.append(num_bytes(packed))
+        if not self._quick:
+            found.divergences += [diverges(values) for values in rounded]
+            return
+        errors = found.output_errors
+        worst = int(np.argmax(errors))
+        divergence = diverges(rounded[worst])
+        found.divergences += [divergence * error / errors[worst] if errors[worst] else 0.0 for error in errors]
 
     def _passed(self, x: Batches, first: int, last: int) -> Batches:
         """The states after the original layers `first` to `last` - 1."""
