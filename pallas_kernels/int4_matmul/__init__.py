@@ -2,10 +2,18 @@
 
 from pallas_kernels.int4_matmul.api import fused_refusal, int4_matmul, int4_matmul_fused, to_kernel_layout
 from pallas_kernels.int4_matmul.packing import PackedInt4, from_codes, to_canonical, to_mosaic, to_triton, unpack_codes
-from pallas_kernels.int4_matmul.packing_int8 import PackedInt8, from_int8_codes, int8_to_mosaic, unpack_int8_codes
+from pallas_kernels.int4_matmul.packing_int8 import (
+    Packed,
+    PackedInt8,
+    from_int8_codes,
+    int8_to_canonical,
+    int8_to_mosaic,
+    unpack_int8_codes,
+)
 from pallas_kernels.int4_matmul.reference import dequantize
 
 __all__ = [
+    "Packed",
     "PackedInt4",
     "PackedInt8",
     "dequantize",
@@ -14,6 +22,7 @@ __all__ = [
     "fused_refusal",
     "int4_matmul",
     "int4_matmul_fused",
+    "int8_to_canonical",
     "int8_to_mosaic",
     "to_canonical",
     "to_kernel_layout",

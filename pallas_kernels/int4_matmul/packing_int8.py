@@ -13,6 +13,7 @@ from pallas_kernels.int4_matmul.packing import (
     Kind,
     Layout,
     PackedInt4,
+    by_row,
     by_strip,
     check_groups,
     steps_per_run,
@@ -93,6 +94,16 @@ def int8_to_mosaic(weight: PackedInt8) -> PackedInt8:
         scales=by_strip(weight.scales),
         offsets=None if weight.offsets is None else by_strip(weight.offsets),
         layout="mosaic",
+    )
+
+
+def int8_to_canonical(weight: PackedInt8) -> PackedInt8:
+    """Undoes `int8_to_mosaic` exactly; a canonical weight comes back as it is."""
+    if weight.layout == "canonical":
+        return weight
+    offsets = None if weight.offsets is None else by_row(weight.offsets, weight)
+    return from_int8_codes(
+        unpack_int8_codes(weight), by_row(weight.scales, weight), offsets, group_size=weight.group_size
     )
 
 
