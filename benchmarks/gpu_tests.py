@@ -21,6 +21,7 @@ FILES = (
     "test_paged_attention_triton.py",
     "test_chunk_attention.py",
     "test_paged_prefill.py",
+    "test_tiers.py",
     "test_memory.py",
 )
 
@@ -32,7 +33,9 @@ def main() -> None:
     # A process of its own: it must not share the card's memory with this one, which the recorder asks for its name.
     environment = os.environ | {"JAXINFER_TEST_PLATFORM": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     paths = [str(ROOT.parent / "tests" / name) for name in FILES]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *paths, *rest]
+    # Without pytest-benchmark, where a machine has it: beside pytest-xdist it warns, and warnings are errors here.
+    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *plugins, *paths, *rest]
     answer = subprocess.run(command, env=environment, cwd=ROOT.parent, capture_output=True, text=True, check=False)
     print(answer.stdout, answer.stderr, sep="\n")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", answer.stdout)}

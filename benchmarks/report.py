@@ -69,7 +69,12 @@ def section(name: str, cases: Mapping[Case, Mapping[str, Record]], peers: Mappin
     parts = [f"### {name}"]
     for (keys, metrics), unsorted in shapes.items():
         group = sorted(unsorted, key=lambda case: [(isinstance(value, str), value) for _, value in case])
-        peer_of = {"tokens_per_s": "decode", "ttft_ms": "first_token_ms", "ready_cold_s": "ready_s"}
+        peer_of = {
+            "tokens_per_s": "decode",
+            "ttft_ms": "first_token_ms",
+            "ready_cold_s": "ready_s",
+            "output_tokens_per_s": "throughput",
+        }
         compared = next((metric for metric in metrics if metric in peer_of), None)
         units = {metric: cases[group[0]][metric]["unit"] for metric in metrics}
         header = [*keys, *[f"{metric} [{units[metric]}]" if units[metric] else metric for metric in metrics], "commit"]

@@ -1,11 +1,15 @@
-"""Latencies under load, of one queue and of two.
+"""Latencies under load, of one queue and of two, and with a draft.
 
     python -m benchmarks.serving --model qwen3-8b --policies          three rows: bf16 with a mixed queue; + INT4;
                                                                       + separate queues
+    python -m benchmarks.serving --model qwen3-8b --policies --draft qwen3-0.6b
+                                                                      a fourth: + speculation
     python -m benchmarks.serving --model qwen3-8b --interference      a 2048-token prompt every second beside readers
 
 `--policies` serves chat-like requests: Poisson arrivals, prompts of up to 2048 tokens most of which are short, answers
-of up to 512. `--interference` compares the time per output token of readers with and without the long prompts.
+of up to 512; `--rows` chooses some of its rows. Shapes have random weights, so a draft's tokens are accepted with a
+given probability, whatever the models say: its records say "acceptance": "synthetic". `--interference` compares the
+time per output token of readers with and without the long prompts.
 """
 
 import argparse
@@ -21,8 +25,11 @@ from benchmarks.harness import RESULTS, Recorder
 from benchmarks.llm import load
 from jaxinfer.engine.metrics import Latency
 from jaxinfer.engine.workload import Arrival, replay
+from jaxinfer.speculative.lossy import SyntheticAcceptance
 from pallas_kernels.int4_matmul import PackedInt4
 
+ROWS = {"bf16": "mixed", "int4": "mixed", "separate": "separate", "speculation": "speculation"}
+"""Rows of the table of `--policies`, and the policy of each. All but the first have packed layers."""
 PARAMS = ji.SamplingParams(temperature=0.6, ignore_eos=True)
 
 
@@ -68,9 +75,15 @@ def reading_arrivals(vocab: int, readers: int, seconds: float, longest: int, dis
     return arrivals
 
 
-def serve(model: ji.Model, policy: str, arrivals: list[Arrival], arguments: argparse.Namespace) -> ji.EngineMetrics:
+def serve(
+    model: ji.Model,
+    policy: str,
+    arrivals: list[Arrival],
+    arguments: argparse.Namespace,
+    draft: ji.Speculation | None = None,
+) -> ji.EngineMetrics:
     """Warms up, serves, and frees the memory."""
-    with ji.Engine(model, config(policy, arguments)) as engine:
+    with ji.Engine(model, config(policy, arguments), draft=draft) as engine:
         engine.warmup()
         replay(engine, [Arrival(0.0, arrivals[0].prompt, dataclasses.replace(PARAMS, max_tokens=2))])
         engine.reset_metrics()
@@ -105,27 +118,59 @@ def latencies(metrics: ji.EngineMetrics) -> dict[str, tuple[float, str]]:
     }
 
 
+def synthetic(arguments: argparse.Namespace) -> ji.Speculation:
+    """A draft of the given shape in 4 bits, whose tokens are accepted by chance, under the adaptive policy."""
+    draft = ji.ModelDraft(load(arguments.draft, True), arguments.k)
+    return ji.Speculation(draft, acceptance=SyntheticAcceptance(arguments.acceptance))
+
+
+def of_the_draft(metrics: ji.EngineMetrics) -> dict[str, tuple[float, str]]:
+    found = metrics.speculation
+    if found is None:
+        return {}
+    drafted = sum(count for length, count in found.steps.items() if length)
+    return {
+        "accepted_length": (found.mean_accepted_length, ""),
+        "tokens_per_step": (found.tokens_per_step, ""),
+        "drafted_steps_share": (drafted / max(1, sum(found.steps.values())), ""),
+        "draft_s": (found.draft_seconds or 0.0, "s"),
+        "verify_s": (found.verify_seconds or 0.0, "s"),
+        "catch_up_s": (found.catch_up_seconds, "s"),
+    }
+
+
 def peak_memory() -> dict[str, tuple[float, str]]:
     stats = jax.local_devices()[0].memory_stats() or {}
     return {"peak_gb": (stats["peak_bytes_in_use"] / 1e9, "GB")} if "peak_bytes_in_use" in stats else {}
 
 
 def policies(arguments: argparse.Namespace) -> None:
-    """The three rows, each with its speed-up over the first: how much sooner 95 % of the answers are complete."""
+    """The rows, each with its speed-up over the first: how much sooner 95 % of the answers are complete."""
     first = None
-    for int4, rows in ((False, ["mixed"]), (True, ["mixed", "separate"])):
+    chosen = [row for row in ROWS if row in arguments.rows and (row != "speculation" or arguments.draft)]
+    for int4 in (False, True):
+        rows = [row for row in chosen if (row != "bf16") == int4]
+        if not rows:
+            continue
         model = load(arguments.model, int4)
         arrivals = chat_arrivals(model.config.num_tokens, arguments.rate, arguments.seconds, arguments.longest)
-        for policy in rows:
-            metrics = serve(model, policy, arrivals, arguments)
+        for row in rows:
+            policy = ROWS[row]
+            draft = synthetic(arguments) if policy == "speculation" else None
+            metrics = serve(model, policy, arrivals, arguments, draft)
             first = first or metrics.end_to_end.p95
             case = {"model": arguments.model, "weights": weights_of(model), "requests": len(arrivals)}
             case |= {"policy": policy, "rate": arguments.rate, "longest": arguments.longest}
+            if draft is not None:
+                case |= {"draft": arguments.draft, "k": arguments.k, "acceptance": "synthetic"}
+                case |= {"probability": arguments.acceptance}
             found = {
                 "output_tokens_per_s": (metrics.output_tokens_per_s, "tok/s"),
                 "speed_up": (first / metrics.end_to_end.p95, "times"),
             }
-            recorder(arguments.results).record(case, found | latencies(metrics) | peak_memory())
+            found |= latencies(metrics) | of_the_draft(metrics) | peak_memory()
+            recorder(arguments.results).record(case, found)
+            del draft
         del model
         gc.collect()
 
@@ -154,6 +199,10 @@ def main() -> None:
     parser.add_argument("--interference", action="store_true")
     parser.add_argument("--int4", action="store_true", help="packed layers, for --interference")
     parser.add_argument("--rate", type=float, default=20.0, help="arrivals a second, for --policies")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="of --policies")
+    parser.add_argument("--draft", help="a shape with the model's vocabulary, for a fourth row of --policies")
+    parser.add_argument("--k", type=int, default=4, help="tokens it drafts a step at most")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="synthetic: the chance of each drafted token")
     parser.add_argument("--readers", type=int, default=32, help="for --interference")
     parser.add_argument("--seconds", type=float, default=20.0, help="during which requests arrive")
     parser.add_argument("--longest", type=int, default=2048, help="prompt, a multiple of 1024")

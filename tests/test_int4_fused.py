@@ -112,8 +112,8 @@ def test_a_fused_product_needs_all_inputs_in_one_block(monkeypatch: pytest.Monke
     assert (
         fused_refusal(x, small, gated=True) == "gate and other half need a multiple of 16 outputs each, not 72 together"
     )
-    many = jnp.zeros((64, 256), jnp.bfloat16)
-    assert fused_refusal(many, small, residual=True) == "it is for fewer than 17 rows"
+    many = jnp.zeros((9, 256), jnp.bfloat16)
+    assert fused_refusal(many, small, residual=True) == "it is for up to 8 rows"
 
 
 def test_layers_give_the_same_with_and_without_a_fused_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_layers_give_the_same_with_and_without_a_fused_product(monkeypatch: pyte
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fusion", FUSIONS, ids=str)
-@pytest.mark.parametrize(("rows", "in_features"), [(1, 4096), (2, 512), (8, 4096), (16, 1024)])
+@pytest.mark.parametrize(("rows", "in_features"), [(1, 4096), (2, 512), (5, 1024), (8, 4096)])
 def test_fused_kernel_on_the_gpu(rows: int, in_features: int, fusion: Fusion) -> None:
     weight, values = small(1024, in_features, 128)
     x = tokens(rows, in_features)

@@ -143,8 +143,8 @@ def fused_refusal(
     for choice in choices:
         if choice.taken and choice.backend != "mosaic":
             return f"the {choice.backend} backend has no fused product"
-    if rows >= wide_tuning.WIDE_ROWS:
-        return f"it is for fewer than {wide_tuning.WIDE_ROWS} rows"
+    if rows > tuning.FUSED_MAX_ROWS:
+        return f"it is for up to {tuning.FUSED_MAX_ROWS} rows"
     if gated and w.shape[0] % (2 * STRIP):
         return f"gate and other half need a multiple of {STRIP} outputs each, not {w.shape[0]} together"
     slices = _fused_plan(rows, w, Fusion(norm_eps, gated, residual)).slices

@@ -23,6 +23,8 @@ SHAPES = {
 Two blocks of 8 warps x 2 parts need at most 128 registers a thread each, to which ptxas keeps only for 5 to 8 rows.
 """
 DIGITS_MAX_ROWS = 8
+FUSED_MAX_ROWS = 8
+"""Beyond, x is too much of what a block does: a norm in the kernel costs more there than the kernels it saves."""
 
 
 def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan:
