@@ -9,6 +9,7 @@ they are, by NumPy; everything else is the programs that other tests compare wit
 import dataclasses
 import functools
 import re
+from collections.abc import Iterator
 
 import families
 import jax
@@ -19,11 +20,13 @@ from test_steps import num_bytes, pool_sized, shape
 
 from jaxinfer import kv_cache, steps, tiers
 from jaxinfer.batch import Limits
+from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.generation import generate, requests_for
 from jaxinfer.loop import decode_chunk
 from jaxinfer.model import Model, load
+from jaxinfer.params import random_params
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scoring import score
 from jaxinfer.speculative.ngram import NgramDraft
@@ -74,7 +77,7 @@ class Plain:
 
     def __init__(self, model: Model, rows: int) -> None:
         self.model, self.rules = model, TierRules.of(model.config, KV, PAGE)
-        self.cache = kv_cache.create(model.config, 1 + rows * LONGEST // PAGE, PAGE, jnp.float32)
+        self.cache = kv_cache.create(model.config, 1 + rows * LONGEST // PAGE, PAGE, model.dtype)
         self.table = 1 + np.arange(rows * LONGEST // PAGE, dtype=np.int32).reshape(rows, -1)
         self.lengths, self.rounded = np.zeros(rows, int), {"int8": np.zeros(rows, int), "int4": np.zeros(rows, int)}
 
@@ -95,10 +98,10 @@ class Plain:
     def round(self, layer: int, pool: jax.Array, pages: np.ndarray, form: str) -> jax.Array:
         if self.model.config.layers[layer].window is not None or not pages.size:
             return pool
-        whole = np.array(pool)
+        whole = np.array(pool.astype(jnp.float32))
         codes, scales = cases.quantise(whole[pages], form)
         whole[pages] = cases.elements(codes, scales, whole.shape[-1]).astype(np.float32)
-        return jnp.asarray(whole)
+        return jnp.asarray(whole).astype(pool.dtype)
 
 
 def run(rows: "Tiered | Plain", tokens: np.ndarray, start: np.ndarray, counts: np.ndarray, verify: bool) -> np.ndarray:
@@ -130,22 +133,43 @@ def test_logits_are_those_over_what_the_tiers_hold(case: str):
 
     llama sees everything; gemma2 has windows in every other layer, and a soft-cap; every layer of Mistral has one.
     """
-    model = load_case(case)
-    tokens = np.random.default_rng(0).integers(3, model.config.num_tokens, (3, LONGEST)).astype(np.int32)
-    both = (Tiered(model, 3), Plain(model, 3))
-    start = np.zeros(3, int)
     plan = [([64, 64, 10], False), ([64, 7, 0], False), ([30, 0, 0], False)]
     plan += [([1, 1, 1], False)] * 18 + [([1, 0, 1], False)] * 2 + [([64, 64, 64], False)]
     if case == "llama":
         plan += [([4, 4, 4], True), ([4, 0, 4], True)]
-    for counts, verify in plan:
-        counts = np.array(counts)
-        got, want = (run(rows, tokens, start, counts, verify) for rows in both)
-        busy = counts > 0
-        np.testing.assert_allclose(got[busy], want[busy], rtol=2e-4, atol=2e-4)
+    model = load_case(case)
+    tiered = Tiered(model, 3)
+    for got, want in logits_of_both(tiered, Plain(model, 3), plan):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
+    held = tiered.pages.rows[0]
+    assert bool(held.int4) == bool(held.int8) == tiered.rules.has_full_layers
+
+
+type Both = Iterator[tuple[np.ndarray, np.ndarray]]
+
+
+def logits_of_both(tiered: Tiered, plain: Plain, plan: list[tuple[list[int], bool]]) -> Both:
+    """Logits of the rows that are not idle, after each call of a plan: tokens of each row, whether to verify them."""
+    rows = len(plan[0][0])
+    tokens = np.random.default_rng(0).integers(3, tiered.model.config.num_tokens, (rows, LONGEST)).astype(np.int32)
+    start = np.zeros(rows, int)
+    for listed, verify in plan:
+        counts = np.array(listed)
+        got, want = (run(one, tokens, start, counts, verify)[counts > 0] for one in (tiered, plain))
+        yield got, want
         start += counts
-    held = both[0].pages.rows[0]
-    assert bool(held.int4) == bool(held.int8) == both[0].rules.has_full_layers
+
+
+@pytest.mark.gpu
+def test_gpu():
+    """The kernels in bfloat16, each tier with its own: prefill in chunks, decoding, verification."""
+    rope = RopeConfig("default", 1e4, 64)
+    layers = (LayerConfig(rope), LayerConfig(rope, window=40), LayerConfig(rope))
+    config = ModelConfig("llama", 512, 500, 256, 512, 8, 2, 64, layers, LONGEST, 1e-5, attention_scale=0.5)
+    model = Model(config, random_params(config, jnp.bfloat16, 0), None, jnp.dtype(jnp.bfloat16), "random", KV)
+    plan = [([64, 64], False), ([64, 0], False), *[([1, 1], False)] * 20, ([1, 0], False), ([4, 4], True)]
+    for got, want in logits_of_both(Tiered(model, 2), Plain(model, 2), plan):
+        assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize(("source", "target"), [("recent", "int8"), ("int8", "int4"), ("recent", "int4")])
