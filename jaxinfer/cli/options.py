@@ -64,7 +64,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         help="whether quantised weights of a file stay packed; by default where that is fast",
     )
     parser.add_argument(
-        "--kv-dtype", metavar="TYPE", help="of the cache: int8, float8_e4m3fn, int4, ...; default --dtype"
+        "--kv-dtype", metavar="TYPE", help="of the cache: int8, float8_e4m3fn, int4, tiered; default --dtype"
     )
 
 
