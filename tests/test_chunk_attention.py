@@ -1,13 +1,14 @@
 """Attention of a chunk over its prefix in pages and itself, against the same attention over pages in one piece."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.layers import attention, chunk_attention
+from jaxinfer.layers import attention, chunk_attention, paged_chunk, tiered_attention
 from tests import paged_attention_cases as cases
 
 PAGE_SIZE, KV_HEADS = 16, 2
@@ -86,6 +87,49 @@ def test_windowed_equals_attention_over_pages(kv: str, window: int, rng) -> None
     real = np.asarray(positions) >= 0
     np.testing.assert_allclose(got[real], want[real], rtol=2e-5, atol=2e-5)
     assert np.isfinite(got).all()
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="on a GPU the kernel runs, which takes no float32")
+@pytest.mark.parametrize(
+    ("kv", "window", "softcap"), [("none", None, None), ("none", 17, 3.0), ("int8", None, 3.0), ("int4", 40, None)]
+)
+def test_kernels_route_equals_attention_over_pages(kv: str, window: int | None, softcap: float | None, rng) -> None:
+    query, _, pools, scales, positions, table = arrays(7, 8, np.float32, kv, 7, rng)
+    options = {"scale": 0.4, "window": window, "softcap": softcap}
+    got = np.asarray(paged_chunk.paged_chunk_attention(query, pools, scales, positions, table, **options))
+    stored = (pools[0], pools[1], positions, table, scales[0], scales[1])
+    want = np.asarray(attention.prefill_attention(query, *stored, **options))
+    real = np.asarray(positions) >= 0
+    np.testing.assert_allclose(got[real], want[real], rtol=2e-5, atol=2e-5)
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="on a GPU the kernel runs, which takes no float32")
+def test_kernels_route_sees_all_of_older_tiers(rng) -> None:
+    query, _, pools, scales, positions, table = arrays(7, 8, np.float32, "none", 7, rng)
+    older = []
+    for kv, lengths in (("int8", (40, 0, 3, 0)), ("int4", (0, 17, 64, 0))):
+        _, _, old_pools, old_scales, _, old_table = arrays(7, 8, np.float32, kv, 7, rng)
+        k_scales, v_scales = (None if x is None else jnp.nan_to_num(x, nan=0.3) for x in old_scales)
+        lengths = jnp.asarray(lengths, jnp.int32)
+        older.append(chunk_attention.Prefix(old_pools, (k_scales, v_scales), old_table, lengths))
+    options: dict[str, Any] = {"scale": 0.4, "softcap": None}
+    run = functools.partial(paged_chunk.paged_chunk_attention, window=None, older=older)
+    got = np.asarray(run(query, pools, scales, positions, table, **options))
+    stored = (pools[0], pools[1], positions, table, scales[0], scales[1])
+    newest = attention.prefill_attention(query, *stored, **options, window=None, return_lse=True)
+    parts = [newest, *(tiered_attention.prefill_older(query, positions, tier, **options) for tier in older)]
+    real = np.asarray(positions) >= 0
+    np.testing.assert_allclose(got[real], np.asarray(tiered_attention.merged(parts))[real], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")
+def test_kernel_is_refused_with_a_reason(monkeypatch) -> None:
+    query, pools = jnp.zeros((1, 64, 2, 64), jnp.bfloat16), [jnp.zeros((2, 1, 16, 64), jnp.bfloat16)]
+    assert paged_chunk.kernel_refusal(query, pools) == "this process has no GPU"
+    assert "page size" in str(paged_chunk.kernel_refusal(query, [jnp.zeros((2, 1, 8, 64), jnp.int8)]))
+    monkeypatch.setenv("JAXINFER_KERNELS", "triton")
+    assert paged_chunk.kernel_refusal(query, pools) == "JAXINFER_KERNELS asks for triton"
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")
