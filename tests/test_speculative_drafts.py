@@ -118,8 +118,59 @@ def test_expected_acceptance_is_the_overlap_along_a_text():
     chance = np.exp(8) / (np.exp(8) + 63)
     differs = 2 * (1 - chance) / 63 + 62 * (1 - chance) / 63
     assert expected_acceptance(model, other, [1, 2]) == pytest.approx((differs + differs) / 2, abs=1e-4)
-    with pytest.raises(ValueError, match="a text of 1 tokens; expected at least 2"):
-        expected_acceptance(model, model, [1])
+    assert expected_acceptance(model, model, "A|BC") == pytest.approx(1.0, abs=1e-5)
+    assert expected_acceptance(model, model, list(range(60)) * 2) == pytest.approx(1.0, abs=1e-5)  # the context is 64
+    for text, message in (
+        ([1], "a text of 1 tokens; expected at least 2"),
+        ([1, 64], "prompt 0 holds token id 64; this model's ids are 0 to 63"),
+        ([1, -1], "prompt 0 holds token id -1"),
+        ([1, 2.5], "prompt 0 holds 2.5; a prompt is a string or a list of int token ids"),
+        (None, "prompt 0 is None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            expected_acceptance(model, model, text)
+    with pytest.raises(ValueError, match="expected_acceptance's draft is the string 'small'; expected a model"):
+        expected_acceptance(model, "small", [1, 2])
+
+
+MODEL = markov.model({})
+NO_NUMBER: Any = "4"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NgramDraft(k=NO_NUMBER), "NgramDraft: k='4'; expected 1 to 15 drafted tokens a step"),
+        (lambda: NgramDraft(min_n=NO_NUMBER), "NgramDraft: min_n='4'; expected 1 to 16 tokens"),
+        (lambda: NullDraft(k=NO_NUMBER), "NullDraft: k='4'; expected 1 to 15"),
+        (lambda: ModelDraft(NO_NUMBER), "ModelDraft: the draft is the string '4'; expected a model from jaxinfer.load"),
+        (lambda: ModelDraft(MODEL, k=NO_NUMBER), "ModelDraft: k='4'; expected 1 to 15"),
+        (lambda: SelfDraft(MODEL.params), "SelfDraft: the target is Params; expected a model from jaxinfer.load"),
+        (lambda: SelfDraft(MODEL, int4=NO_NUMBER), "SelfDraft: int4='4'; expected True"),
+        (lambda: SelfDraft(MODEL, num_layers=NO_NUMBER), "SelfDraft: num_layers='4'; markov has 1 layers"),
+        (lambda: FixedLength(NO_NUMBER), "FixedLength: length='4'; expected a number of tokens, or None"),
+        (lambda: FixedLength(-1), "FixedLength: length=-1; expected a number of tokens"),
+        (lambda: LengthByContext(NO_NUMBER), "LengthByContext: '4'; expected a tuple of pairs such as"),
+        (lambda: LengthByContext(((0, NO_NUMBER),)), r"LengthByContext: \(\(0, '4'\),\); expected a tuple of pairs"),
+        (lambda: Adaptive(NO_NUMBER), "Adaptive: lengths='4'; expected numbers of drafted tokens such as"),
+        (lambda: Adaptive((2, NO_NUMBER)), r"Adaptive: lengths=\(2, '4'\); expected numbers"),
+        (lambda: LossyTopK(start=NO_NUMBER), "LossyTopK: start='4'; expected at least 1"),
+        (lambda: LossyTopK(end_tokens=-1), "LossyTopK: end_tokens=-1; expected a number of tokens, 0 or more"),
+        (lambda: Speculation(NO_NUMBER), "draft is str; expected a draft such as jaxinfer.NgramDraft"),
+        (lambda: Speculation(NgramDraft), "draft is the class NgramDraft; expected an object of it: a draft such as"),
+        (lambda: Speculation(NgramDraft(), acceptance=NO_NUMBER), "acceptance is str; expected None for exact"),
+        (
+            lambda: Speculation(NgramDraft(), acceptance=LossyTopK),
+            "acceptance is the class LossyTopK; expected",
+        ),
+        (lambda: Speculation(NgramDraft(), policy=NO_NUMBER), "policy is str; expected None, or a policy of"),
+        (lambda: Speculation(NgramDraft(), policy=Adaptive), "policy is the class Adaptive; expected an object of it"),
+    ],
+)
+def test_wrong_types_are_named_in_one_line(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
 
 
 # --- A draft of a user's own

@@ -1,15 +1,25 @@
 """Whether one model can draft for another: the same ids must be the same tokens."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import steps
 from jaxinfer.model import Model
+from jaxinfer.request import Prompt, encode_prompt
 from jaxinfer.tokenization import Tokenizer
 
 SHOWN = 3
 """Differences that an error names."""
+
+
+def check_model(model: object, what: str) -> None:
+    """Raises ValueError for what is no model."""
+    if not isinstance(model, Model):
+        given = f"the string {model!r}" if isinstance(model, str) else type(model).__name__
+        raise ValueError(f"{what} is {given}; expected a model from jaxinfer.load")
 
 
 def check_tokens(target: Model, draft: Model) -> None:
@@ -53,15 +63,26 @@ def token_differences(target: Tokenizer, draft: Tokenizer) -> list[str]:
     return differences
 
 
-def expected_acceptance(target: Model, draft: Model, token_ids: list[int]) -> float:
+@typing.no_type_check  # it checks more, and its errors are the ones users must see
+def expected_acceptance(target: Model, draft: Model, text: Prompt) -> float:
     """The mean of sum(min(p, q)) over the places of a text: the share of drafted tokens that sampling at temperature 1
-    would accept there. Raises ValueError if the models' tokens differ or the text is shorter than 2 tokens."""
+    would accept there.
+
+    `text` is a string or token ids; what does not fit in both contexts is left out. Raises ValueError for what is no
+    model, if the models' tokens differ, for ids that the models do not have, and for fewer than 2 tokens.
+    """
+    check_model(target, "expected_acceptance's target")
+    check_model(draft, "expected_acceptance's draft")
     check_tokens(target, draft)
-    longest = min(len(token_ids), target.config.max_position_embeddings, draft.config.max_position_embeddings)
+    context = min(target.config.max_position_embeddings, draft.config.max_position_embeddings)
+    if not isinstance(text, str) and hasattr(text, "__len__"):
+        text = text[:context]
+    token_ids = encode_prompt(target, text, 0)[:context]
+    longest = len(token_ids)
     if longest < 2:
         raise ValueError(f"expected_acceptance: a text of {longest} tokens; expected at least 2")
     padded = np.zeros((1, -(-longest // 64) * 64), np.int32)
-    padded[0, :longest] = token_ids[:longest]
+    padded[0, :longest] = token_ids
     lengths = jnp.array([longest], jnp.int32)
     both = []
     for model in (target, draft):

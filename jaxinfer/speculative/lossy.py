@@ -5,6 +5,8 @@ Their output has neither the target's distribution nor, at temperature 0, its gr
 """
 
 import dataclasses
+import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,14 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jaxinfer.speculative.acceptance import Drafted
 
 
+def _check(mode: object, name: str, expected: str, is_right: Callable[[float], bool]) -> None:
+    """Raises ValueError unless a mode's option is a number that is right."""
+    value = getattr(mode, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_right(value):
+        raise ValueError(f"{type(mode).__name__}: {name}={value!r}; expected {expected}")
+
+
+@typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class LossyTopK:
     """Accepts a token among the target's k most probable, k by its place in the output: start, middle, end.
@@ -31,8 +41,9 @@ class LossyTopK:
 
     def __post_init__(self) -> None:
         for name in ("start", "middle", "end"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"LossyTopK: {name}={getattr(self, name)}; expected at least 1")
+            _check(self, name, "at least 1", lambda value: isinstance(value, int) and value >= 1)
+        for name in ("start_tokens", "end_tokens"):
+            _check(self, name, "a number of tokens, 0 or more", lambda value: isinstance(value, int) and value >= 0)
 
     def accepts(self, drafted: Drafted) -> Bool[Array, "batch drafted"]:
         places = drafted.num_generated[:, None] + jnp.arange(drafted.exact.shape[1], dtype=jnp.int32)[None, :]
@@ -43,6 +54,7 @@ class LossyTopK:
         return drafted.exact | ((rank <= allowed) & jnp.isfinite(own))
 
 
+@typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class LossyTypical:
     """Typical acceptance (https://arxiv.org/abs/2401.10774): p(x) > min(epsilon, delta * exp(-entropy of p))."""
@@ -54,8 +66,7 @@ class LossyTypical:
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(f"LossyTypical: {name}={getattr(self, name)}; expected a number in (0, 1]")
+            _check(self, name, "a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
 
     def accepts(self, drafted: Drafted) -> Bool[Array, "batch drafted"]:
         logprobs = drafted.target_logprobs
@@ -64,6 +75,7 @@ class LossyTypical:
         return drafted.exact | (jnp.exp(drafted.own_logprobs) > bound)
 
 
+@typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class LossyKL:
     """Accepts where the draft's distribution q is close to the target's p: KL(q || p) < threshold, in nats.
@@ -76,8 +88,7 @@ class LossyKL:
     lossless = False
 
     def __post_init__(self) -> None:
-        if not self.threshold > 0.0:
-            raise ValueError(f"LossyKL: threshold={self.threshold}; expected a positive number of nats")
+        _check(self, "threshold", "a positive number of nats", lambda value: value > 0.0)
 
     def accepts(self, drafted: Drafted) -> Bool[Array, "batch drafted"]:
         own = drafted.own_logprobs
@@ -88,6 +99,7 @@ class LossyKL:
         return drafted.exact | ((jnp.sum(terms, axis=2) < self.threshold) & jnp.isfinite(own))
 
 
+@typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class SyntheticAcceptance:
     """For benchmarks of the machinery only: accepts each token with this probability, whatever the models say."""
@@ -97,8 +109,7 @@ class SyntheticAcceptance:
     lossless = False
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.probability <= 1.0:
-            raise ValueError(f"SyntheticAcceptance: probability={self.probability}; expected a number in [0, 1]")
+        _check(self, "probability", "a number in [0, 1]", lambda value: 0.0 <= value <= 1.0)
 
     def accepts(self, drafted: Drafted) -> Bool[Array, "batch drafted"]:
         batch, width = drafted.exact.shape

@@ -19,7 +19,7 @@ from jaxinfer.request import RequestTooLong
 from jaxinfer.sampling import draw_logits, processed_logits, sample
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
 from jaxinfer.speculative.acceptance import Proposal
-from jaxinfer.speculative.compatibility import check_tokens
+from jaxinfer.speculative.compatibility import check_model, check_tokens
 from jaxinfer.speculative.ngram import check_k
 from jaxinfer.speculative.proposer import Rows, Wanted, at_places, fit_vocabulary, idle_safe, newest
 from jaxinfer.steps import prefill_positions
@@ -47,8 +47,10 @@ class ModelDraft:
     draws = True
     has_own_cache = True
 
+    @typing.no_type_check  # it checks more, and its errors are the ones users must see
     def __init__(self, model: Model, k: int = 4) -> None:
-        """`k` tokens at most are drafted a step. Raises ValueError for a k outside 1 to 15."""
+        """`k` tokens at most are drafted a step. Raises ValueError for a k outside 1 to 15 and for what is no model."""
+        check_model(model, "ModelDraft: the draft")
         check_k(k, "ModelDraft")
         self.model, self.k = model, k
         self._checked: Model | None = None

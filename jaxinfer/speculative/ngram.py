@@ -1,6 +1,7 @@
 """Prompt lookup: what followed the last few tokens when they stood in the row before, found on the device."""
 
 import dataclasses
+import typing
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,12 +16,13 @@ MAX_DRAFTED = 15
 """Most tokens a draft may propose: verification runs k + 1 at once, and its attention kernel takes 16."""
 
 
-def check_k(k: int, kind: str) -> None:
+def check_k(k: object, kind: str) -> None:
     """Raises ValueError for a number of drafted tokens that no program is made for."""
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_DRAFTED:
         raise ValueError(f"{kind}: k={k!r}; expected 1 to {MAX_DRAFTED} drafted tokens a step")
 
 
+@typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class NgramDraft(KeepsNothing):
     """Proposes what followed the longest suffix of the row, of `max_n` down to `min_n` tokens, when it occurred last.

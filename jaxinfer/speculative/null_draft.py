@@ -5,6 +5,7 @@ near-ties another way, tokens with a draft are to be compared with these.
 """
 
 import dataclasses
+import typing
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxinfer.speculative.ngram import check_k
 from jaxinfer.speculative.proposer import KeepsNothing, LearnsNothing, Rows, Wanted
 
 
+@typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class NullDraft(KeepsNothing):
     """Steps have room for k drafted tokens and get none."""

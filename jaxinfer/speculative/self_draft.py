@@ -1,6 +1,7 @@
 """The target as its own draft: its layers in 4 bits, or its lower layers alone, on the target's own pages."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from jaxinfer.decoder import LayerParams
 from jaxinfer.layers.linear import Weight
 from jaxinfer.model import Model
 from jaxinfer.packed_weights import device_layout
+from jaxinfer.speculative.compatibility import check_model
 from jaxinfer.speculative.model_draft import ModelProposer
 from jaxinfer.speculative.ngram import check_k
+from jaxinfer.speculative.policy import is_length
 from jaxinfer.speculative.proposer import KeepsNothing
 from pallas_kernels.int4_matmul import PackedInt4, from_codes
 
@@ -23,20 +26,36 @@ LINEAR = ("qkv", "o", "gate_up", "down")
 class SelfDraft(KeepsNothing):
     """Drafts with the target itself: cheaper weights, no second model, no second cache, no prefill of its own.
 
-    `int4` packs the layers' projections in 4 bits, rounded to the nearest of 16 values in groups of 64 inputs: near a
-    quarter of the bytes a pass where a kernel reads them packed (a Hopper GPU). `num_layers` uses the lower layers
-    only, their output going straight to the head. Weights that are packed already stay as they are; embedding, head
-    and norms are the target's own arrays.
+        draft = ji.SelfDraft(model, k=4)                              # all layers, in 4 bits
+        draft = ji.SelfDraft(model, k=4, num_layers=12)               # the lower 12 of them, in 4 bits
+        draft = ji.SelfDraft(model, k=4, int4=False, num_layers=12)   # the lower 12 as they are: no memory at all
+        outputs = ji.generate(model, prompts, params, draft=draft)
+        engine = ji.Engine(model, config, draft=draft)
+
+    `int4` packs the layers' projections in 4 bits, rounded to the nearest of 16 values in groups of 64 inputs. The
+    packed copy is made here and held beside the model: about 0.28 of a bfloat16 model's layers. A pass reads that
+    much less where a kernel reads weights packed (a Hopper GPU); elsewhere they are unpacked first and nothing is won.
+    `num_layers` uses the lower layers only, their output going straight to the head: cheaper still, and less often
+    right, for layers that were not trained to be the last. Weights that are packed already stay as they are (a target
+    of 4 bits wins nothing without `num_layers`); embedding, head and norms are the target's own arrays.
+
+    The output is the target's: each drafted token is verified by the target's own weights, whose keys and values
+    replace those that the draft wrote. `k` is the most that a step drafts (1 to 15); the policy may draft fewer.
     """
 
     draws = True
 
+    @typing.no_type_check  # it checks more, and its errors are the ones users must see
     def __init__(self, model: Model, k: int = 4, *, int4: bool = True, num_layers: int | None = None) -> None:
-        """Raises ValueError for a k outside 1 to 15, for layers that do not exist, and if nothing would be cheaper."""
+        """Raises ValueError for what is no model, for a k outside 1 to 15, for layers that do not exist, and if nothing
+        would be cheaper."""
+        check_model(model, "SelfDraft: the target")
         check_k(k, "SelfDraft")
+        if not isinstance(int4, bool):
+            raise ValueError(f"SelfDraft: int4={int4!r}; expected True (layers packed in 4 bits) or False")
         total = model.config.num_layers
-        if num_layers is not None and not 1 <= num_layers <= total:
-            raise ValueError(f"SelfDraft: num_layers={num_layers}; {model.name} has {total} layers")
+        if num_layers is not None and not (is_length(num_layers) and 1 <= num_layers <= total):
+            raise ValueError(f"SelfDraft: num_layers={num_layers!r}; {model.name} has {total} layers")
         if not int4 and num_layers in (None, total):
             raise ValueError(
                 "SelfDraft: without int4 and with all layers the draft costs what the target costs; "
