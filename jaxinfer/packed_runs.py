@@ -8,7 +8,7 @@ import numpy as np
 from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names_gguf import unpermute_rows
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes
-from pallas_kernels.int4_matmul import PackedInt4, from_codes
+from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, from_codes, from_int8_codes
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -21,16 +21,16 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 class PackedRun:
-    """Room for `rows` rows of 4-bit codes of one kind: that of `first`, a row or more of the first tensor.
+    """Room for `rows` rows of codes of 4 or 8 bits of one kind: that of `first`, a row or more of the first tensor.
 
-    Codes are one a byte for a few rows at a time only.
+    Codes of 4 bits are one a byte for a few rows at a time only.
     """
 
     def __init__(self, rows: int, in_features: int, first: Codes, permutation: np.ndarray | None) -> None:
         self._in_features = in_features
         self._kind = _kind(first, permutation)
         self._first, self._permutation = first, permutation
-        self._codes = aligned_empty((rows, -(-in_features // 2)), np.dtype(np.uint8))
+        self._codes = aligned_empty((rows, -(-in_features * first.bits // 8)), np.dtype(np.uint8))
         groups = first.scales.shape[1]
         self._scales = aligned_empty((rows, groups), first.scales.dtype)
         self._offsets = None if first.offsets is None else aligned_empty((rows, groups), first.offsets.dtype)
@@ -45,7 +45,7 @@ class PackedRun:
         begin, end = self._filled, self._filled + stop - start
         for first, last in tensor.chunks(start, stop):
             rows = tensor.rows(first, last)
-            packed = from_codes(rows.codes, rows.scales, rows.offsets, group_size=rows.group_size, book=rows.book)
+            packed = packed_rows(rows)
             here = slice(begin + first - start, begin + last - start)
             self._codes[here], self._scales[here] = packed.codes, packed.scales
             if self._offsets is not None:
@@ -56,13 +56,16 @@ class PackedRun:
                     array[begin:end] = unpermute_rows(array[begin:end], unpermute_heads)
         self._filled = end
 
-    def finish(self) -> PackedInt4 | PermutedInputs:
+    def finish(self) -> Packed | PermutedInputs:
         """The weight of the rows that were added."""
         n = self._filled
         offsets = None if self._offsets is None else self._offsets[:n]
         size = min(self._first.group_size, self._in_features)
         shape = (n, self._in_features)
-        weight = PackedInt4(self._codes[:n], self._scales[:n], offsets, self._first.book, shape, size)
+        if self._first.bits == 8:
+            weight = PackedInt8(self._codes[:n], self._scales[:n], offsets, shape, size)
+        else:
+            weight = PackedInt4(self._codes[:n], self._scales[:n], offsets, self._first.book, shape, size)
         return weight if self._permutation is None else PermutedInputs(weight, self._permutation)
 
 
@@ -114,6 +117,13 @@ class DenseRun:
     def finish(self) -> np.ndarray:
         """The rows that were written."""
         return self._values[: self._filled]
+
+
+def packed_rows(rows: Codes) -> Packed:
+    """Some rows as a canonical weight. Codes of 8 bits have no book."""
+    if rows.bits == 8:
+        return from_int8_codes(rows.codes, rows.scales, rows.offsets, group_size=rows.group_size)
+    return from_codes(rows.codes, rows.scales, rows.offsets, group_size=rows.group_size, book=rows.book)
 
 
 def scaled_dtype(codes: Codes) -> np.dtype | None:

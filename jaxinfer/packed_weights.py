@@ -12,19 +12,19 @@ import numpy as np
 from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names import TensorSource
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
-from jaxinfer.packed_runs import DenseRun, PackedRun, ScaledRun, scaled_dtype
+from jaxinfer.packed_runs import DenseRun, PackedRun, ScaledRun, packed_rows, scaled_dtype
 from jaxinfer.quantization.plan import Precision
-from pallas_kernels.int4_matmul import PackedInt4, from_codes, to_kernel_layout
+from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, to_kernel_layout
 
 SMALLEST_GROUP = 16
 """Groups of fewer inputs are decoded: their scales weigh as much as their codes save."""
 
 RANDOM_GROUP_SIZE = 128
 
-type HostWeight = np.ndarray | PackedInt4 | PermutedInputs | StackedOutputs | ScaledCodes
+type HostWeight = np.ndarray | PackedInt4 | PackedInt8 | PermutedInputs | StackedOutputs | ScaledCodes
 """A linear weight of NumPy arrays, codes in the canonical layout, before it goes to the device."""
 
-type DeviceWeight = jax.Array | PackedInt4 | PermutedInputs | StackedOutputs | ScaledCodes
+type DeviceWeight = jax.Array | PackedInt4 | PackedInt8 | PermutedInputs | StackedOutputs | ScaledCodes
 
 type Run = PackedRun | ScaledRun | DenseRun
 
@@ -47,7 +47,7 @@ def device_layout(weight: HostWeight | DeviceWeight) -> DeviceWeight:
     if isinstance(weight, PermutedInputs):
         return PermutedInputs(to_kernel_layout(jax.device_put(weight.weight)), jax.device_put(weight.permutation))
     on_device = jax.device_put(weight)
-    return to_kernel_layout(on_device) if isinstance(on_device, PackedInt4) else on_device
+    return to_kernel_layout(on_device) if isinstance(on_device, Packed) else on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PackedReader:
     read_into: Callable[[str, np.ndarray], None]
     dtype: np.dtype
     only_for_kernel: bool = False
-    kernel_layout: Callable[[PackedInt4], PackedInt4] | None = None
+    kernel_layout: Callable[[Packed], Packed] | None = None
     decoded: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def __call__(self, names: Sequence[str], rows: Sequence[int], in_features: int) -> HostWeight | None:
@@ -103,7 +103,7 @@ class PackedReader:
             return False
         run = runs[-1] if runs else None
         if run is None or isinstance(run, DenseRun) or not run.takes(first, tensor.permutation):
-            if first.bits == 8:
+            if scaled_dtype(first) is not None:
                 run = ScaledRun(room, in_features, first)
             else:
                 run = PackedRun(room, in_features, first, tensor.permutation)
@@ -114,17 +114,16 @@ class PackedReader:
 
     def _refusal(self, codes: Codes, in_features: int) -> str | None:
         """Why rows like these are decoded; None if they stay packed."""
-        if codes.bits == 8:
-            if scaled_dtype(codes) is None:
-                return "8-bit codes stay packed only with one scale an output and without zeros"
+        if scaled_dtype(codes) is not None:
             return None  # XLA converts them inside the product, on every device
+        if codes.bits == 8 and codes.book is not None:
+            return "8-bit floats stay packed only with one scale an output"
         if codes.group_size < min(SMALLEST_GROUP, in_features):
             return f"groups of {codes.group_size} inputs save nothing packed"
         if not self.only_for_kernel:
             return None
         try:
-            packed = from_codes(codes.codes, codes.scales, codes.offsets, group_size=codes.group_size, book=codes.book)
-            read = (self.kernel_layout or to_kernel_layout)(packed).layout != "canonical"
+            read = (self.kernel_layout or to_kernel_layout)(packed_rows(codes)).layout != "canonical"
         except ValueError as error:  # JAXINFER_KERNELS names a kernel that does not read this kind
             return str(error)
         return None if read else "no kernel of this device reads them"

@@ -258,8 +258,8 @@ FORMATS: dict[str, tuple[Encode, dict[str, Any]]] = {
     "hqq": (hqq(4), {"quant_method": "hqq", "skip_modules": ["lm_head"]}),
     "hqq 8 bits": (hqq(8), {"quant_method": "hqq", "skip_modules": ["lm_head"]}),
 }  # fmt: skip
-DECODED = ("gptq 8 bits", "gptq dynamic", "packed int8", "fp8 blocks", "hqq 8 bits")
-"""Formats of 8 bits with groups, blocks or zeros, which no packed form holds."""
+DECODED = ("fp8 blocks",)
+"""Formats of 8-bit floats with blocks, which no packed form holds."""
 
 
 @dataclasses.dataclass(frozen=True)

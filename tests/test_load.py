@@ -29,7 +29,7 @@ from jaxinfer.layers.linear import linear
 from jaxinfer.model import load
 from jaxinfer.params import canonical_shapes, num_parameters
 from jaxinfer.sampling_params import SamplingParams
-from pallas_kernels.int4_matmul import PackedInt4
+from pallas_kernels.int4_matmul import PackedInt4, PackedInt8
 
 CASE = families.BY_NAME["llama"]
 
@@ -300,12 +300,16 @@ def test_code_in_the_folder_is_never_run(tmp_path: pathlib.Path):
     assert not mark.exists()
 
 
-# --- 4-bit weights of GGUF files that stay packed
+# --- Weights of GGUF files that stay packed
+
+EIGHT_BITS = ("Q8_0", "Q5_1", "Q5_K", "Q6_K")
+"""Types whose codes need more than 4 bits."""
 
 
 @pytest.mark.parametrize(
     ("arch", "kind"),
-    [("llama", kind) for kind in ("Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")] + [("phi3", "Q4_1")],
+    [("llama", kind) for kind in ("Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", *EIGHT_BITS)]
+    + [("phi3", "Q4_1"), ("phi3", "Q8_0")],
 )
 def test_packed_weights_are_the_decoded_ones(tmp_path: pathlib.Path, monkeypatch, arch: str, kind: str):
     """Row order undone (llama's q and k), rows of fused tensors (phi3), pieces of a few rows at a time: exactly."""
@@ -325,14 +329,14 @@ def test_packed_weights_are_the_decoded_ones(tmp_path: pathlib.Path, monkeypatch
     identity = jnp.eye(256, dtype=jnp.float32)
     for field in ("qkv", "o", "gate_up", "down"):
         weight = getattr(packed.layers[0], field)
-        assert isinstance(weight, PackedInt4)
+        assert isinstance(weight, PackedInt8 if kind in EIGHT_BITS else PackedInt4)
         expected = getattr(decoded.layers[0], field)
         np.testing.assert_allclose(linear(identity, weight), np.asarray(expected).T, rtol=1e-6, atol=1e-8)
-        assert weight.scales.dtype == (np.float16 if kind in ("Q4_0", "Q4_1", "IQ4_NL") else np.float32)
+        assert weight.scales.dtype == (np.float16 if kind in ("Q4_0", "Q4_1", "IQ4_NL", "Q8_0", "Q5_1") else np.float32)
     np.testing.assert_array_equal(packed.embed_tokens, decoded.embed_tokens)
 
 
-def test_mixed_types_are_stacked_and_what_is_decoded_is_said(tmp_path: pathlib.Path, caplog):
+def test_mixed_types_are_stacked(tmp_path: pathlib.Path):
     """As in a Q4_K_M file: v and down in Q6_K, the rest in Q4_K."""
     model = gguf_models.gguf_model(
         "llama", layers=1, hidden=256, ff=256, heads=4, kv_heads=2, context=64, vocab=64, rope__dimension_count=64
@@ -346,17 +350,11 @@ def test_mixed_types_are_stacked_and_what_is_decoded_is_said(tmp_path: pathlib.P
             tensors[name] = gguf_files.packed(rng, kind, *info.shape)
     path = gguf_files.write(tmp_path / "m.gguf", model.metadata, tensors)
     decoded = load(path, dtype="float32", packed=False, progress=False).params.layers[0]
-    with caplog.at_level(logging.WARNING, "jaxinfer"):
-        packed = load(path, dtype="float32", packed=True, progress=False).params.layers[0]
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert (
-        "2 weights are decoded to float32 although packed=True: 8-bit codes stay packed only with one scale an output"
-        in said
-    )
-    assert [isinstance(part, PackedInt4) for part in packed.qkv.parts] == [True, False]
-    np.testing.assert_array_equal(packed.down, decoded.down)
-    product = linear(jnp.eye(256, dtype=jnp.float32), packed.qkv)
-    np.testing.assert_allclose(product, np.asarray(decoded.qkv).T, rtol=1e-6, atol=1e-8)
+    packed = load(path, dtype="float32", packed=True, progress=False).params.layers[0]
+    assert [type(part) for part in packed.qkv.parts] == [PackedInt4, PackedInt8]
+    for field in ("qkv", "down"):
+        product = linear(jnp.eye(256, dtype=jnp.float32), getattr(packed, field))
+        np.testing.assert_allclose(product, np.asarray(getattr(decoded, field)).T, rtol=1e-6, atol=1e-8)
 
 
 # --- Peak memory

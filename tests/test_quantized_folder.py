@@ -21,7 +21,7 @@ from jaxinfer.generation import logits
 from jaxinfer.layers.linear import linear
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.model import load
-from pallas_kernels.int4_matmul import PackedInt4
+from pallas_kernels.int4_matmul import PackedInt4, PackedInt8
 
 TOKENS = np.arange(12, dtype=np.int32).reshape(1, 12) * 5 % checkpoints_of.VOCAB
 FIELDS = ("qkv", "o", "gate_up", "down")
@@ -60,7 +60,7 @@ EXPECTED_KINDS = {
     "gptq act-order": (PermutedInputs, PermutedInputs),
     "gptq own order": (StackedOutputs, PermutedInputs),
     "nf4": (PackedInt4, PackedInt4),
-    "gptq 8 bits": (jax.Array, jax.Array),
+    "gptq 8 bits": (PackedInt8, PackedInt8),
     "fp8 channel": (ScaledCodes, ScaledCodes),
 }
 
@@ -102,24 +102,29 @@ def test_a_fused_weight_of_different_kinds_is_stacked(tmp_path: pathlib.Path) ->
     assert isinstance(layer.gate_up, StackedOutputs)
     assert [type(part) for part in layer.qkv.parts] == [PackedInt4, type(jnp.zeros(1))]
     assert layer.qkv.parts[0].shape == (96, 64)
-    assert [isinstance(part, PackedInt4) for part in layer.gate_up.parts] == [True, False]
+    assert [type(part) for part in layer.gate_up.parts] == [PackedInt4, PackedInt8]
     checkpoints_of.write(case.dense, dense, checkpoints_of.CONFIG)
     expected = logits(load(case.dense, dtype="float32", progress=False), TOKENS)
     np.testing.assert_allclose(logits(model, TOKENS), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_default_packs_what_a_kernel_reads(tmp_path: pathlib.Path, monkeypatch) -> None:
-    """On a Hopper GPU and in bfloat16 all but code books of 4 bits; on this CPU nothing."""
-    case, book = checkpoints_of.make("awq gemm", tmp_path / "a"), checkpoints_of.make("nf4", tmp_path / "b")
+    """On a Hopper GPU and in bfloat16 all but 8-bit floats in blocks; on this CPU nothing."""
+    case = checkpoints_of.make("awq gemm", tmp_path / "a")
+    book, int8 = checkpoints_of.make("nf4", tmp_path / "b"), checkpoints_of.make("gptq 8 bits", tmp_path / "d")
+    blocks = checkpoints_of.make("fp8 blocks", tmp_path / "e")
     assert isinstance(load_params(case.quantized).layers[0].down, jax.Array)
     monkeypatch.setattr("pallas_kernels.dispatch.hopper_refusal", lambda: None)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     monkeypatch.setattr("pallas_kernels.int4_matmul.triton_matmul.refusal", lambda *_: "not installed")
     monkeypatch.setattr("jaxinfer.checkpoint_weights.free_device_bytes", lambda: None)
-    for folder, packed in ((case.quantized, True), (book.quantized, False)):
-        layer = load(folder, dtype="bfloat16", progress=False).params.layers[0]
+    expected = ((case, PackedInt4), (book, PackedInt4), (int8, PackedInt8), (blocks, jax.Array))
+    for checkpoint, kind in expected:
+        layer = load(checkpoint.quantized, dtype="bfloat16", progress=False).params.layers[0]
         for field in FIELDS:
-            assert isinstance(getattr(layer, field), PackedInt4 if packed else jax.Array)
+            weight = getattr(layer, field)
+            assert isinstance(weight, kind)
+            assert kind is jax.Array or weight.layout == "mosaic"
     eight = checkpoints_of.make("fp8 channel", tmp_path / "c")
     assert isinstance(load(eight.quantized, dtype="bfloat16", progress=False).params.layers[0].down, ScaledCodes)
     layer = load(case.quantized, dtype="bfloat16", packed=False, progress=False).params.layers[0]

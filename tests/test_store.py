@@ -32,7 +32,7 @@ from jaxinfer.store.create import create, model_pieces, save
 from jaxinfer.store.manifest import MANIFEST
 from jaxinfer.store.writer import StoreWriter, add_quality
 from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
-from pallas_kernels.int4_matmul import PackedInt4, dequantize, to_mosaic, to_triton
+from pallas_kernels.int4_matmul import PackedInt4, PackedInt8, dequantize, to_mosaic, to_triton
 
 LLAMA = families.BY_NAME["llama"].folder
 MIXED = Plan(
@@ -105,14 +105,14 @@ def test_orbax_restores_it(mixed: pathlib.Path) -> None:
     assert np.asarray(arrays["qkv.parts.1.codes"]).tobytes() == np.asarray(expected.qkv.parts[1].codes).tobytes()
 
 
-@pytest.mark.parametrize("kind", ["gptq act-order", "awq gemm"])
+@pytest.mark.parametrize("kind", ["gptq act-order", "awq gemm", "gptq 8 bits"])
 def test_codes_of_checkpoints_stay_as_they_are(kind: str, tmp_path: pathlib.Path) -> None:
     case = quantized_checkpoints.make(kind, tmp_path)
     out = create(case.quantized, tmp_path / "store")
     expected, actual = (load(path, dtype="bfloat16", packed=True, progress=False) for path in (case.quantized, out))
     assert same(actual.params, expected.params)
     found = actual.params.layers[0].o
-    assert isinstance(found, PermutedInputs if "act" in kind else PackedInt4)
+    assert isinstance(found, PermutedInputs if "act" in kind else PackedInt8 if "8" in kind else PackedInt4)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen2"])

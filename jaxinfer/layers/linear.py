@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs, Weight
-from pallas_kernels.int4_matmul import PackedInt4, fused_refusal, int4_matmul, int4_matmul_fused
+from pallas_kernels.int4_matmul import Packed, fused_refusal, int4_matmul, int4_matmul_fused
 
 
 def linear(
@@ -22,7 +22,7 @@ def linear(
     default x's dtype.
     """
     dtype = x.dtype if out_dtype is None else out_dtype
-    if isinstance(weight, PackedInt4):
+    if isinstance(weight, Packed):
         y = int4_matmul(x, weight, out_dtype=dtype)
     elif isinstance(weight, PermutedInputs):
         permuted = x.at[..., weight.permutation].get(mode="promise_in_bounds", unique_indices=True)
@@ -57,7 +57,7 @@ def norm_linear(
     """
     if norm is None:
         return linear(x, weight, bias)
-    if isinstance(weight, PackedInt4) and bias is None and fused_refusal(x, weight, norm_eps=eps) is None:
+    if isinstance(weight, Packed) and bias is None and fused_refusal(x, weight, norm_eps=eps) is None:
         return int4_matmul_fused(x, weight, norm=norm, norm_eps=eps)
     if not _one_row(x):
         return linear(rms_norm(x, norm, eps), weight, bias)
@@ -78,7 +78,7 @@ def add_linear(
     residual: Float[Array, "*batch out_features"], x: Float[Array, "*batch in_features"], weight: Weight
 ) -> Float[Array, "*batch out_features"]:
     """residual + `linear`(x, weight): the INT4 kernel for few rows adds it itself."""
-    if isinstance(weight, PackedInt4) and fused_refusal(x, weight, residual=True) is None:
+    if isinstance(weight, Packed) and fused_refusal(x, weight, residual=True) is None:
         return int4_matmul_fused(x, weight, residual=residual)
     return residual + linear(x, weight)
 

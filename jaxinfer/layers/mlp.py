@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.linear import Weight, norm_linear
-from pallas_kernels.int4_matmul import PackedInt4, fused_refusal, int4_matmul_fused
+from pallas_kernels.int4_matmul import Packed, fused_refusal, int4_matmul_fused
 
 
 def activate(gate: Float[Array, "*shape"], activation: str) -> Float[Array, "*shape"]:
@@ -35,7 +35,7 @@ def gated_hidden(
 
     `gate_up` holds the gate rows, then the up rows: one product, not two.
     """
-    if isinstance(gate_up, PackedInt4) and gate_up_bias is None and activation == "silu":
+    if isinstance(gate_up, Packed) and gate_up_bias is None and activation == "silu":
         norm_eps = None if norm is None else eps
         if fused_refusal(x, gate_up, norm_eps=norm_eps, gated=True) is None:
             return int4_matmul_fused(x, gate_up, norm=norm, norm_eps=eps, gated=True)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels.int4_matmul import PackedInt4
+from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8
 
 # The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
 
@@ -23,7 +23,7 @@ class PermutedInputs:
     int32 [in_features].
     """
 
-    weight: PackedInt4
+    weight: Packed
     permutation: jax.Array | np.ndarray
 
     @property
@@ -65,5 +65,5 @@ class ScaledCodes:
         return self.codes.shape[0], self.codes.shape[1]
 
 
-type Weight = Float[Array, "_ _"] | PackedInt4 | PermutedInputs | StackedOutputs | ScaledCodes
+type Weight = Float[Array, "_ _"] | PackedInt4 | PackedInt8 | PermutedInputs | StackedOutputs | ScaledCodes
 """A linear weight [out, in]: an array as checkpoints store it, or codes that the kernel reads as they are."""
