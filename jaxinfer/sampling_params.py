@@ -68,6 +68,10 @@ class SamplingParams:
     """Token id to a number in [-100, 100] added to its logit on every step. A tuple of (id, bias) pairs
     sorted by id after construction."""
 
+    def __new__(cls, *_: Any, **fields: Any) -> "SamplingParams":
+        _refuse_unknown(fields)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
@@ -116,14 +120,7 @@ class SamplingParams:
         Raises:
             ValueError: also for a name that is no field, with the fields it may have meant.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = []
-        for name in values:
-            if name not in known:
-                close = difflib.get_close_matches(str(name), known, n=2)
-                unknown.append(f"{name!r}" + (f" (did you mean {' or '.join(close)}?)" if close else ""))
-        if unknown:
-            raise ValueError(f"no sampling field {', '.join(unknown)}; fields are {', '.join(known)}")
+        _refuse_unknown(values)
         arguments = dict(values)
         bias = arguments.get("logit_bias")
         if isinstance(bias, Mapping):
@@ -151,6 +148,18 @@ class SamplingParams:
             count = getattr(self, name)
             if count is not None and count > num_tokens:
                 raise _error(name, count, f"at most the vocabulary's {num_tokens} tokens")
+
+
+def _refuse_unknown(names: Iterable[object]) -> None:
+    """Raises ValueError for names that are no fields, with those that may have been meant."""
+    known = [field.name for field in dataclasses.fields(SamplingParams)]
+    unknown = []
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=2)
+            unknown.append(f"{name!r}" + (f" (did you mean {' or '.join(close)}?)" if close else ""))
+    if unknown:
+        raise ValueError(f"no sampling field {', '.join(unknown)}; fields are {', '.join(known)}")
 
 
 def _error(name: str, value: object, expected: str) -> ValueError:

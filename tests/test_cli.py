@@ -272,6 +272,8 @@ def test_model_without_tokenizer_takes_and_gives_ids(run, folder: str, tmp_path:
             ("chat", "{model}", "--max_tokens=5"),
             "unknown option --max_tokens; did you mean --max-tokens? (see jaxinfer c",
         ),
+        (("benhc", "{model}"), "unknown command 'benhc'; did you mean bench?"),
+        (("serve-me", "{model}"), "unknown command 'serve-me'; the commands are generate, chat, "),
         (("--bogus", "info", "{model}"), "unknown option --bogus"),
         (("info", "m", "x"), "unexpected argument 'x': MODEL is 'm' already (see jaxinfer info --help)"),
         (("generate", "m", "--prompt", "A", "--jsonl"), "--jsonl is for --prompts-file and standard input"),

@@ -85,6 +85,13 @@ def test_bad_lines_are_named(tmp_path: pathlib.Path, line: str, message: str) ->
         read_workload(path, cases.model(), cases.params())
 
 
+def test_file_that_is_not_utf8_is_named(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "workload.jsonl"
+    path.write_bytes(b'{"prompt": "caf\xe9"}')
+    with pytest.raises(ValueError, match=r"workload.jsonl is not UTF-8 at byte 15; save it as UTF-8"):
+        read_workload(path, cases.model(), cases.params())
+
+
 def test_command_prints_a_table_and_json(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = markov.save(tmp_path / "model", {0: 1})
     sizes = ["--max-decode-batch", "1", "--max-prefill-tokens", "64", "--max-context", "64", "--requests", "3"]
@@ -102,7 +109,7 @@ def test_command_prints_a_table_and_json(tmp_path: pathlib.Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rate", "0"], "--rate 0.0 and --requests 64; both must be above 0"),
+        (["--rate", "0"], "--rate 0.0 and --requests 8; both must be above 0"),
         (["--prompt-tokens", "9", "2"], "--prompt-tokens 9 2: expected two lengths of at least 1"),
         (["--workload", "none.jsonl"], "none.jsonl: No such file"),
     ],

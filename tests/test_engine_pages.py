@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from jaxinfer.engine.host_pages import HostPool
 from jaxinfer.engine.pages import OutOfPages, PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 
@@ -19,20 +20,32 @@ class Pages(RuleBasedStateMachine):
     """Sequences come with a text, take what is cached, write the rest, share, and go."""
 
     sequences = Bundle("sequences")
+    host_pages = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(9)
-        self.cache = PrefixCache(self.pool, PAGE)
+        self.cache = PrefixCache(self.pool, PAGE, HostPool(self.host_pages))
+        self.host_contents: dict[int, tuple[int, ...]] = {}
         self.held: dict[int, list[int]] = {}
         self.contents: dict[int, tuple[int, ...]] = {}
         """What was last written to each page: its tokens and all before them."""
         self.recency: list[int] = []
         """Pages in the order in which they last lost an owner."""
 
-    @rule(target=sequences, text=TEXTS)
-    def admit(self, text: list[int]) -> int:
+    def move(self) -> None:
+        """Carries out moves between the tiers, in order."""
+        for move in self.cache.take_moves():
+            if move.kind == "demote":
+                self.host_contents[move.host_page] = self.contents[move.page]
+            else:
+                self.contents[move.page] = self.host_contents[move.host_page]
+
+    @rule(target=sequences, text=TEXTS, restores=st.booleans())
+    def admit(self, text: list[int], restores: bool) -> int:
+        self.cache.is_worth_restoring = lambda num_pages: restores
         reused, cursor = self.cache.match(text, len(text) - 1)
+        self.move()
         assert len(reused) * PAGE < len(text), "at least one token is left to compute"
         for number, page in enumerate(reused):
             assert self.contents[page] == tuple(text[: (number + 1) * PAGE]), "a page of another text was matched"
@@ -42,6 +55,7 @@ class Pages(RuleBasedStateMachine):
         owned = {page for page, references in enumerate(self.pool.references) if references}
         try:
             fresh = self.pool.allocate(count)
+            self.move()
         except OutOfPages:
             assert before < count and self.pool.num_available == before
             self._release(reused)
@@ -91,15 +105,30 @@ class Pages(RuleBasedStateMachine):
         owned = [page for page, references in enumerate(self.pool.references) if references]
         assert sorted(free + idle + owned) == list(range(1, self.pool.num_pages))
         assert set(idle) <= set(self.cache._keys), "a page is idle that nobody can find"
-        assert self.pool._kept == set(self.cache._keys) == {page for _, page in self.cache._nodes.values()}
+        nodes = self.cache._nodes.values()
+        assert self.pool._kept == set(self.cache._keys) == {node.page for node in nodes} - {None}
+        host = self.cache.host
+        assert sorted([*host._free, *host._used]) == list(range(self.host_pages))
+        assert set(host._used) == set(self.cache._host_keys) == {node.host_page for node in nodes} - {None}
+        assert all((node.page is None) != (node.host_page is None) for node in nodes), "a node is in one tier"
+        assert not self.cache.moves
 
     @invariant()
     def idle_pages_are_in_order_of_use(self) -> None:
-        assert list(self.pool._idle) == [page for page in self.recency if page in self.pool._idle]
+        if self.host_pages == 0:  # what comes back from the host is as if just used
+            assert list(self.pool._idle) == [page for page in self.recency if page in self.pool._idle]
+
+
+class PagesOfTwoTiers(Pages):
+    """With room on the host for some of what is evicted."""
+
+    host_pages = 5
 
 
 TestPages = Pages.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPagesOfTwoTiers = PagesOfTwoTiers.TestCase
+TestPagesOfTwoTiers.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def test_least_recently_used_prefix_is_evicted_end_first() -> None:

@@ -7,6 +7,7 @@ import gc
 import json
 import threading
 import weakref
+from typing import Any
 
 import engine_cases as cases
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.engine.config import EngineConfig, settle
-from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.engine import Engine, check_submission
 from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError, RequestTooLong, UnknownRequest
 from jaxinfer.outputs import Delta
 from jaxinfer.sampling_params import SamplingParams
@@ -129,7 +130,7 @@ def test_async_streams_share_the_engine_with_each_other_and_the_loop() -> None:
         said = await asyncio.gather(read(engine, 0), read(engine, 14), read(engine, 1), cancel(engine))
         ticking.cancel()
         assert ticks > 3, "the event loop stood still"
-        return said
+        return list(said)
 
     with cases.engine() as engine:
         assert asyncio.run(everything(engine)) == [answer(0), answer(14), answer(1), None]
@@ -194,6 +195,22 @@ def test_callback_gets_every_delta_and_its_exception_ends_its_request_only() -> 
         assert tokens(said["broken"]) == answer(SHORT_ANSWER)[: len(tokens(said["broken"]))]
         assert len(tokens(said["broken"])) < 20
         assert_serves(engine)
+
+
+def test_exception_of_a_callback_need_not_have_a_repr() -> None:
+    class Unspeakable(Exception):
+        def __repr__(self) -> str:
+            raise RuntimeError("no words")
+
+    def fail(_: Delta) -> None:
+        raise Unspeakable
+
+    with cases.engine() as engine:
+        engine.submit(*SHORT, request_id="bad", callback=fail)
+        engine.submit(*LONG, request_id="good")
+        said = drain(engine)
+        assert said["bad"][-1].stop_reason == "the request's callback raised Unspeakable"
+        assert tokens(said["good"]) == answer(LONG_ANSWER)
 
 
 def test_callback_may_submit_and_abort_but_not_step() -> None:
@@ -382,13 +399,22 @@ def test_g3_request_at_the_wall_of_the_pool() -> None:
     [
         ({"max_decode_batch": 0}, "max_decode_batch=0; expected an integer of at least 1"),
         ({"decode_chunk": 2.0}, "decode_chunk=2.0; expected an integer of at least 1"),
-        ({"num_pages": 1}, "num_pages=1: page 0 is scratch, so a pool needs at least 2 pages"),
+        ({"num_pages": 1}, "num_pages=1; expected an integer of at least 2: page 0 is scratch"),
+        ({"num_pages": "many"}, "num_pages='many'; expected an integer of at least 2"),
+        ({"page_size": None}, "page_size=None; expected an integer of at least 1"),
+        ({"memory_fraction": "half"}, r"memory_fraction='half'; expected a number in \(0, 1\]"),
+        ({"prefill_lengths": 64}, "prefill_lengths=64; expected ascending integers"),
+        ({"decode_rows": ("1", "2")}, r"decode_rows=\('1', '2'\); expected ascending integers"),
+        ({"prefix_cache": 1}, "prefix_cache=1; expected True or False"),
+        ({"decode_order": ["shortest"]}, r"decode_order=\['shortest'\]; expected one of"),
+        ({"sampling": 3}, "sampling=3; give at least one SamplingParams"),
+        ({"sampling": ({},)}, "sampling holds something else than SamplingParams"),
         ({"memory_fraction": 0.0}, r"memory_fraction=0.0; expected a number in \(0, 1\]"),
         ({"prefill_lengths": (64, 32)}, r"prefill_lengths=\(64, 32\); expected ascending integers of at least 1"),
         ({"decode_order": "longest"}, "decode_order='longest'; expected one of shortest, arrival"),
         ({"policy": "both"}, "policy='both'; expected one of separate, mixed"),
         ({"decode_stall_ms": -1.0}, "decode_stall_ms=-1.0; expected a number above 0"),
-        ({"sampling": ()}, "sampling is empty"),
+        ({"sampling": ()}, r"sampling=\(\); give at least one SamplingParams"),
     ],
     ids=str,
 )
@@ -401,6 +427,7 @@ def test_bad_configurations_are_named(fields: dict, message: str) -> None:
     ("fields", "message"),
     [
         ({"max_context": 129, "num_pages": 33}, None),  # the model's own context is 128: that is what holds
+        ({"num_pages": 10**9}, r"num_pages=1000000000 take [\d.e+]+ GB, and .* GB are free; lower it to at most \d+"),
         ({"max_context": 128, "num_pages": 20}, "max_context=128 needs more than the 20 pages of 4 tokens"),
         ({"decode_rows": (2,)}, r"decode_rows=\(2,\): the largest is below max_decode_batch=4"),
         ({"max_prefill_tokens": 8}, r"max_prefill_tokens=8 is below the shortest of prefill_lengths=\(16,\)"),
@@ -416,7 +443,111 @@ def test_configurations_that_do_not_fit_the_model(fields: dict, message: str | N
         settle(config, cases.model())
 
 
+def test_options_are_in_the_docstring() -> None:
+    assert EngineConfig.__doc__ is not None
+    for field in dataclasses.fields(EngineConfig):
+        assert f"        {field.name}: " in EngineConfig.__doc__
+    loose: dict[str, Any] = {"sampling": SamplingParams(), "decode_rows": [1, 4]}
+    assert EngineConfig(**loose) == EngineConfig(sampling=(SamplingParams(),), decode_rows=(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"arrived": "now"}, "arrived='now'; expected seconds"),
+        ({"arrived": float("nan")}, "arrived=nan; expected seconds"),
+        ({"callback": "print"}, "callback='print'; expected a function"),
+        ({"request_id": 7}, "request_id=7; expected a string"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_submit_are_named(fields: dict, message: str) -> None:
+    """By the function that `submit` calls first: the run-time type checks of the tests would come before."""
+    with pytest.raises(ValueError, match=message):
+        check_submission(**{"request_id": None, "callback": None, "arrived": None} | fields)
+
+
 # --- Closing
+
+
+def test_close_in_a_callback_waits_for_the_round() -> None:
+    engine = cases.engine()
+    told: list[Delta] = []
+
+    def close(delta: Delta) -> None:
+        told.append(delta)
+        engine.close()
+        assert repr(engine) != "Engine(closed)"
+
+    engine.submit(*SHORT, request_id="closing", callback=close)
+    engine.submit(*LONG, request_id="other")
+    while engine.has_work:
+        engine.step()
+    assert repr(engine) == "Engine(closed)"
+    assert told[-1].finish_reason == "abort"
+    with pytest.raises(EngineClosed):
+        engine.submit(*SHORT)
+
+
+def test_close_while_another_thread_generates() -> None:
+    engine = cases.engine()
+    outputs = []
+    started = threading.Event()
+    whole = engine._advance
+
+    def advance() -> None:
+        whole()
+        started.set()
+
+    engine._advance = advance
+    thread = threading.Thread(target=lambda: outputs.extend(engine.generate([LONG[0]], cases.params(max_tokens=60))))
+    thread.start()
+    assert started.wait(60)
+    engine.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert outputs[0].finish_reason in ("abort", "length")
+
+
+def test_round_of_others_does_not_hold_up_the_event_loop() -> None:
+    """A thread keeps the engine's lock: streams begin, go on and end without the loop waiting for it."""
+
+    async def everything(engine: Engine) -> list[tuple[int, ...]]:
+        async def read() -> tuple[int, ...]:
+            return tokens([delta async for delta in engine.stream_async([SHORT[0]], SHORT[1])])
+
+        async def cancel() -> None:
+            stream = engine.stream_async([SHORT[0]], SHORT[1])
+            await anext(stream)
+            ticked = asyncio.create_task(tick())
+            await stream.aclose()
+            ticked.cancel()
+
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(0)
+                if threading.get_ident() in holders:
+                    raise AssertionError("the loop's thread took the engine's lock")
+
+        ticking = asyncio.create_task(tick())
+        said = await asyncio.gather(read(), read(), cancel())
+        ticking.cancel()
+        return list(said[:2])
+
+    with cases.engine() as engine:
+        holders: set[int] = set()
+        lock = engine._lock
+        enter = type(lock).__enter__
+
+        class Watched(type(lock)):
+            def __enter__(self) -> None:
+                holders.add(threading.get_ident())
+                enter(self)
+
+        engine._lock = Watched()
+        assert asyncio.run(everything(engine)) == [answer(SHORT_ANSWER)] * 2
+        assert threading.get_ident() not in holders
+        assert_serves(engine)
 
 
 def test_closed_engine_refuses_and_has_freed_its_memory() -> None:

@@ -1,5 +1,6 @@
 """SamplingParams: defaults, normalisation, and an error that names the field for everything else."""
 
+import copy
 import dataclasses
 import json
 import pickle
@@ -156,3 +157,10 @@ def test_more_logprobs_than_tokens_are_refused():
     SamplingParams(logprobs=64, prompt_logprobs=64).validate_for(64)
     with pytest.raises(ValueError, match="prompt_logprobs is 65; expected at most the vocabulary's 64 tokens"):
         SamplingParams(prompt_logprobs=65).validate_for(64)
+
+
+def test_unknown_names_are_refused_with_those_that_were_meant():
+    with pytest.raises(ValueError, match=r"no sampling field 'max_token' \(did you mean max_tokens"):
+        SamplingParams(max_token=5)  # pyright: ignore[reportCallIssue]  # that is the point
+    params = SamplingParams(max_tokens=5)
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == dataclasses.replace(params) == params

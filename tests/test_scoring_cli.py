@@ -37,6 +37,7 @@ def test_score_prints_one_object_a_continuation(run, folder: str) -> None:
     assert (code, err) == (0, "")
     good, bad = (json.loads(line) for line in out.splitlines())
     assert (good["index"], good["num_tokens"], good["is_greedy"]) == (0, 2, True)
+    assert (good["prompt"], good["continuation"], bad["continuation"]) == ("A", "|BC|DEF", "|G")
     assert good["logprob"] == pytest.approx(2 * CERTAIN, abs=1e-5)
     assert (bad["index"], bad["num_tokens"], bad["is_greedy"]) == (1, 1, False)
     assert bad["token_logprobs"] == pytest.approx([IMPOSSIBLE], abs=1e-4)

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 
+import jax
 from tqdm import tqdm
 
 from jaxinfer.cli.options import json_line, loading
@@ -17,6 +18,9 @@ from jaxinfer.sampling_params import SamplingParams
 def run(options: argparse.Namespace) -> int:
     """Loads, warms up, replays, prints."""
     params = SamplingParams(temperature=options.temperature, ignore_eos=True, seed=options.seed)
+    on_cpu = jax.default_backend() == "cpu"
+    if options.requests is None:
+        options.requests = 8 if on_cpu else 64
     if not (options.rate > 0 and options.requests > 0):
         raise ValueError(f"--rate {options.rate} and --requests {options.requests}; both must be above 0")
     config = EngineConfig(
@@ -39,8 +43,8 @@ def run(options: argparse.Namespace) -> int:
             model.config.num_tokens,
             num_requests=options.requests,
             rate=options.rate,
-            prompt_tokens=_bounds("--prompt-tokens", options.prompt_tokens),
-            output_tokens=_bounds("--output-tokens", options.output_tokens),
+            prompt_tokens=_bounds("--prompt-tokens", options.prompt_tokens or ([16, 128] if on_cpu else [100, 1024])),
+            output_tokens=_bounds("--output-tokens", options.output_tokens or ([16, 32] if on_cpu else [100, 1024])),
             params=params,
             seed=options.seed,
         )

@@ -13,16 +13,19 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "ids), and optionally arrival (seconds) and params",
     )
     parser.add_argument(
-        "--requests", type=int, default=64, metavar="N", help="requests to make up if there is no file (64)"
+        "--requests",
+        type=int,
+        metavar="N",
+        help="requests to make up if there is no file (64; on a CPU 8)",
     )
     parser.add_argument(
         "--rate", type=float, default=math.inf, metavar="X", help="arrivals a second, Poisson (all at once)"
     )
     parser.add_argument(
-        "--prompt-tokens", type=int, nargs=2, default=[100, 1024], metavar=("LOW", "HIGH"), help="(100 1024)"
+        "--prompt-tokens", type=int, nargs=2, metavar=("LOW", "HIGH"), help="(100 1024; on a CPU 16 128)"
     )
     parser.add_argument(
-        "--output-tokens", type=int, nargs=2, default=[100, 1024], metavar=("LOW", "HIGH"), help="(100 1024)"
+        "--output-tokens", type=int, nargs=2, metavar=("LOW", "HIGH"), help="(100 1024; on a CPU 16 32)"
     )
     parser.add_argument("--temperature", type=float, default=0.6, metavar="X", help="(0.6)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload and of sampling (0)")

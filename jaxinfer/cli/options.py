@@ -26,6 +26,12 @@ class Parser(argparse.ArgumentParser):
     """Reports bad arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.fullmatch(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL)
+        if unknown is not None:
+            given, known = unknown[1], re.findall(r"[\w-]+", unknown[2])
+            close = difflib.get_close_matches(given, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else f"; the commands are {', '.join(known)}"
+            message = f"unknown command {given!r}{meant}"
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
     def refuse(self, unknown: Sequence[str], found: argparse.Namespace) -> NoReturn:

@@ -27,11 +27,13 @@ def run(options: argparse.Namespace) -> int:
     model = load(options.model, **loading(options), progress=progress)
     scores = score(model, [prompt for prompt, _ in pairs], [text for _, text in pairs], progress=progress)
     failed = 0
-    for index, result in enumerate(scores):
+    for index, (result, (prompt, continuation)) in enumerate(zip(scores, pairs, strict=True)):
         finite = not math.isnan(result.logprob)
         failed += not finite
         record = {
             "index": index,
+            "prompt": prompt,
+            "continuation": continuation,
             "logprob": result.logprob if finite else None,
             "num_tokens": result.num_tokens,
             "is_greedy": result.is_greedy,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 
 import jax
 
@@ -21,75 +22,117 @@ CPU_POOL_BYTES = 2 * 2**30
 @typing.no_type_check  # __post_init__ checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Options of an engine. None: chosen for the device, in parentheses (GPU; CPU). Raises ValueError for bad ones."""
+    """Options of an engine; frozen. None means: chosen for the device, as said in parentheses (GPU; CPU).
+
+    Args:
+        max_decode_batch: Sequences in one decode chunk (256; 16).
+        max_sequences: Sequences that hold pages at once (`max_decode_batch`). More than that take turns in
+            `decode_order`.
+        max_context: Longest prompt and output of a request in tokens, without the last (the model's, or what the pool
+            holds).
+        num_pages: Pages of the pool, the scratch page included (as many as `memory_fraction` allows).
+        memory_fraction: Share of the free device memory, less room for activations, that the pool takes.
+        page_size: Tokens of a page; the GPU's kernels need a multiple of 16.
+        max_prefill_tokens: Tokens of prompts computed in one round, padding included (8192; 1024).
+        prefill_lengths: Lengths to which pieces of prompts are padded, multiples of 64; longer prompts go in pieces of
+            the longest.
+        prefill_rows: Numbers of pieces of one length computed in one call.
+        decode_rows: Numbers of rows that decode programs exist for; the largest is `max_decode_batch`.
+        decode_chunk: Decode steps in one program (16; 4): the host admits, stops and streams between chunks.
+        decode_stall_tokens: Prefill tokens that may pass between two decode chunks while somebody reads along (2048;
+            512).
+        decode_stall_ms: The same bound in milliseconds, turned into tokens at the prefill rate measured while serving.
+        decode_order: Who decodes when there are more sequences than `max_decode_batch`: the shortest first, or the
+            earliest.
+        policy: "separate": prefill and decode are two queues with limits of their own. "mixed": one queue in which
+            prompts go first and decoding waits for them, as a baseline to measure against.
+        prefix_cache: Keep pages of finished sequences and reuse them for prompts that begin the same.
+        host_pages: Pages of pinned host memory for what the pool evicts: pages of preempted sequences and of the prefix
+            cache. They come back when they are asked for and copying is faster than computing their tokens.
+        sampling: Examples of what will be asked for; `warmup` compiles for the needs of each. Others compile when they
+            come.
+
+    Raises:
+        ValueError: an option has the wrong type or is out of range; it is named, with what was expected.
+    """
 
     max_decode_batch: int | None = None
-    """Sequences in one decode chunk (256; 16)."""
     max_sequences: int | None = None
-    """Sequences that hold pages at once (`max_decode_batch`). More than that take turns in `decode_order`."""
     max_context: int | None = None
-    """Longest prompt and output of a request in tokens, without the last (the model's, or what the pool holds)."""
     num_pages: int | None = None
-    """Pages of the pool, the scratch page included (as many as `memory_fraction` allows)."""
     memory_fraction: float = 0.9
-    """Share of the free device memory, less room for activations, that the pool takes."""
     page_size: int = 16
-    """Tokens of a page; the GPU's kernels need a multiple of 16."""
     max_prefill_tokens: int | None = None
-    """Tokens of prompts computed in one round, padding included (8192; 1024)."""
     prefill_lengths: tuple[int, ...] | None = None
-    """Lengths to which pieces of prompts are padded, multiples of 64; longer prompts go in pieces of the longest."""
     prefill_rows: tuple[int, ...] = (1, 4)
-    """Numbers of pieces of one length computed in one call."""
     decode_rows: tuple[int, ...] | None = None
-    """Numbers of rows that decode programs exist for; the largest is `max_decode_batch`."""
     decode_chunk: int | None = None
-    """Decode steps in one program (16; 4): the host admits, stops and streams between chunks."""
     decode_stall_tokens: int | None = None
-    """Prefill tokens that may pass between two decode chunks while somebody reads along (2048; 512)."""
     decode_stall_ms: float | None = None
-    """The same bound in milliseconds, turned into tokens at the prefill rate measured while serving."""
     decode_order: DecodeOrder = "shortest"
-    """Who decodes when there are more sequences than `max_decode_batch`: the shortest first, or the earliest."""
     policy: Policy = "separate"
-    """"separate": prefill and decode are two queues with limits of their own. "mixed": one queue in which prompts go
-    first and decoding waits for them, as a baseline to measure against."""
     prefix_cache: bool = True
-    """Keep pages of finished sequences and reuse them for prompts that begin the same."""
+    host_pages: int = 0
     sampling: tuple[SamplingParams, ...] = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
-    """Examples of what will be asked for; `warmup` compiles for the needs of each. Others compile when they come."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_decode_batch",
-            "max_sequences",
-            "max_context",
-            "page_size",
-            "max_prefill_tokens",
-            "decode_chunk",
-            "decode_stall_tokens",
-        ):
+        for name, least in _INTEGERS.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}; expected an integer of at least 1")
+            if value is None and name not in ("page_size", "host_pages"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                why = ": page 0 is scratch" if name == "num_pages" else ""
+                raise ValueError(f"{name}={value!r}; expected an integer of at least {least}{why}")
         for name in ("prefill_lengths", "prefill_rows", "decode_rows"):
             value = getattr(self, name)
-            if value is not None and (not value or list(value) != sorted(set(value)) or value[0] < 1):
+            if value is None and name != "prefill_rows":
+                continue
+            if not isinstance(value, Sequence) or not _ascends(value):
                 raise ValueError(f"{name}={value!r}; expected ascending integers of at least 1")
-        if self.num_pages is not None and self.num_pages < 2:
-            raise ValueError(f"num_pages={self.num_pages}: page 0 is scratch, so a pool needs at least 2 pages")
-        if not 0 < self.memory_fraction <= 1:
+            object.__setattr__(self, name, tuple(value))
+        if not _is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction={self.memory_fraction!r}; expected a number in (0, 1]")
-        if self.decode_stall_ms is not None and not self.decode_stall_ms > 0:
+        if self.decode_stall_ms is not None and not (_is_number(self.decode_stall_ms) and self.decode_stall_ms > 0):
             raise ValueError(f"decode_stall_ms={self.decode_stall_ms!r}; expected a number above 0")
         for name, kind in (("decode_order", DecodeOrder), ("policy", Policy)):
             known = typing.get_args(kind.__value__)
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(known)}")
-        if not self.sampling or not all(isinstance(row, SamplingParams) for row in self.sampling):
+        if not isinstance(self.prefix_cache, bool):
+            raise ValueError(f"prefix_cache={self.prefix_cache!r}; expected True or False")
+        if self.host_pages and not self.prefix_cache:
+            raise ValueError(f"host_pages={self.host_pages} without prefix_cache, which is what finds them; turn it on")
+        examples = (self.sampling,) if isinstance(self.sampling, SamplingParams) else self.sampling
+        if not isinstance(examples, Sequence) or not examples:
+            raise ValueError(f"sampling={self.sampling!r}; give at least one SamplingParams as an example")
+        if not all(isinstance(row, SamplingParams) for row in examples):
             raise ValueError(
-                "sampling is empty or holds something else; give at least one SamplingParams as an example"
+                "sampling holds something else than SamplingParams; give examples of what will be asked for"
             )
+        object.__setattr__(self, "sampling", tuple(examples))
+
+
+_INTEGERS = {
+    "max_decode_batch": 1,
+    "max_sequences": 1,
+    "max_context": 1,
+    "num_pages": 2,
+    "page_size": 1,
+    "max_prefill_tokens": 1,
+    "decode_chunk": 1,
+    "decode_stall_tokens": 1,
+    "host_pages": 0,
+}
+"""Least values."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _ascends(values: Sequence[object]) -> bool:
+    numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    return 0 < len(numbers) == len(values) and numbers[0] >= 1 and numbers == sorted(set(numbers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +141,7 @@ class Settings:
 
     rules: Rules
     num_pages: int
+    host_pages: int
     max_context: int
     """Most tokens of a request in the cache: its prompt and all of its output but the last token."""
     prefill_rows: tuple[int, ...]
@@ -144,6 +188,17 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         num_pages = min(budget // page_bytes, 1 + sequences * -(-(longest + spare) // config.page_size))
         if num_pages < 2:
             raise ValueError(f"{budget / 1e9:.3g} GB are left for the KV cache, less than a page; use a smaller model")
+    elif num_pages * page_bytes > (most := _most_bytes()):
+        raise ValueError(
+            f"num_pages={num_pages} take {num_pages * page_bytes / 1e9:.3g} GB, and {most / 1e9:.3g} GB are free; "
+            f"lower it to at most {most // page_bytes}, or leave it out"
+        )
+    host_bytes = config.host_pages * kv_cache.bytes_per_token(model.config, model.cache_dtype) * config.page_size
+    if host_bytes > free_host_bytes():
+        raise ValueError(
+            f"host_pages={config.host_pages} take {host_bytes / 1e9:.3g} GB of host memory, and "
+            f"{free_host_bytes() / 1e9:.3g} GB are free; lower it"
+        )
     longest = min(longest, (num_pages - 1) * config.page_size - spare)
     if longest < 1:
         raise ValueError(
@@ -179,6 +234,7 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
     return Settings(
         rules,
         num_pages,
+        config.host_pages,
         longest,
         config.prefill_rows,
         decode_rows,
@@ -207,6 +263,12 @@ def _prefill_lengths(max_tokens: int, on_cpu: bool) -> tuple[int, ...]:
         size = 1 << power
         lengths |= {size, size * 3 // 2} if size >= 128 and not on_cpu else {size}
     return tuple(sorted(length for length in lengths if length <= longest))
+
+
+def _most_bytes() -> int:
+    """Bytes that a pool can have at all."""
+    free = free_device_bytes()
+    return free_host_bytes() if free is None else free
 
 
 def _pool_bytes(model: Model, fraction: float, prefill_tokens: int, batch: int) -> int:

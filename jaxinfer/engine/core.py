@@ -13,6 +13,7 @@ from jaxinfer.engine.config import EngineConfig, Settings, settle
 from jaxinfer.engine.drafting import Drafting
 from jaxinfer.engine.drafting_runner import DraftingRunner
 from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError, RequestTooLong
+from jaxinfer.engine.host_pages import HostPool
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.lock import FairLock
 from jaxinfer.engine.metrics import Clock, Meter
@@ -91,7 +92,7 @@ class EngineCore:
         self._news: list[Delta] = []
         self._numbers = itertools.count()
         self._groups = itertools.count()
-        self._in_round = self._interrupted = False
+        self._in_round = self._interrupted = self._close_asked = False
         self._in_flight: collections.deque[list[Work]] = collections.deque()
         self._preemptions_before = 0
         self._scheduler = self._new_scheduler()
@@ -110,7 +111,10 @@ class EngineCore:
         pool = PagePool(self.settings.num_pages)
         if isinstance(self._runner, DraftingRunner):
             pool.on_allocate = self._runner.filled.difference_update
-        prefixes = PrefixCache(pool, self.settings.rules.page_size) if self.config.prefix_cache else None
+        prefixes = None
+        if self.config.prefix_cache:
+            prefixes = PrefixCache(pool, self.settings.rules.page_size, HostPool(self.settings.host_pages))
+            prefixes.is_worth_restoring = self._is_worth_restoring
         return Scheduler(self.settings.rules, pool, prefixes)
 
     def _checked(self, prompts: typing.Any, params: typing.Any) -> list[Request]:
@@ -206,6 +210,8 @@ class EngineCore:
             if self._drafting is not None:
                 self._scheduler.chunk = self._drafting.plan(self._scheduler.running)
             plan = self._scheduler.plan()
+            if self._scheduler.prefixes is not None:
+                runner.move(self._scheduler.prefixes.take_moves())
             if self._drafting is not None and plan.decode:
                 self._drafting.dispatched()
             layouts = {self._owners[track][0].layout for track in self._scheduler.running}
@@ -266,9 +272,10 @@ class EngineCore:
             try:
                 job.callback(delta)
             except Exception as error:  # whatever a caller's function raises is that caller's misfortune
-                log.warning("the callback of request %r raised %r; the request ends", job.request_id, error)
+                said = _described(error)
+                log.warning("the callback of request %r raised %s; the request ends", job.request_id, said)
                 job.callback = None
-                self._end_job(job, "error", f"the request's callback raised {error!r}")
+                self._end_job(job, "error", f"the request's callback raised {said}")
 
     def _end_job(self, job: Job, reason: FinishReason, detail: str | None) -> None:
         """Ends every unfinished completion of a request from outside."""
@@ -284,6 +291,13 @@ class EngineCore:
         if self.config.decode_stall_ms is not None and self._meter.prefill_rate is not None:
             self._scheduler.stall_tokens = int(self.config.decode_stall_ms * 1e-3 * self._meter.prefill_rate)
 
+    def _is_worth_restoring(self, num_pages: int) -> bool:
+        """Whether copying pages from the host is faster than computing their tokens; if that is not known, it is."""
+        _, runner = self._live()
+        seconds = None if runner.store is None else runner.store.seconds_for(num_pages)
+        rate = self._meter.prefill_rate
+        return seconds is None or rate is None or seconds < num_pages * self.settings.rules.page_size / rate
+
     def _recover(self) -> None:
         """After an exception in a round: new memory, and everybody's tokens computed again up to where they were."""
         _, runner = self._live()
@@ -297,3 +311,10 @@ class EngineCore:
         for job in self._jobs.values():
             self._add_tracks(job)
         self._interrupted = False
+
+
+def _described(error: Exception) -> str:
+    try:
+        return repr(error)
+    except Exception:  # that caller's misfortune too
+        return type(error).__name__

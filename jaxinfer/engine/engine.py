@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import math
 import os
 import time
 import typing
@@ -64,6 +65,7 @@ class Engine(EngineCore):
         or parameter, RequestTooLong, DuplicateRequest for an id that is in use, EngineClosed. Latencies are measured
         from `arrived`, a value of `time.perf_counter()`; by default from now.
         """
+        check_submission(request_id, callback, arrived)
         with self._lock:
             requests = self._checked([prompt], params)
             job = self._enqueue(requests, request_id, interactive=True, callback=callback)
@@ -149,8 +151,7 @@ class Engine(EngineCore):
         params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """`stream` for an event loop, which goes on while the device works; any number may run at once."""
-        with self._lock:
-            return self._follow_async(self._checked(prompts, params))
+        return self._follow_async(self._checked(prompts, params))  # without the lock: a round may have it
 
     def score(
         self,
@@ -194,12 +195,16 @@ class Engine(EngineCore):
             runner.programs.warmup(progress=shown, threads=threads or os.cpu_count())
             if self._drafting is not None and isinstance(runner, DraftingRunner):
                 self._drafting.pass_seconds = runner.time_draft()
+            if runner.store is not None:
+                runner.cache = runner.store.measure(runner.cache)
 
     def metrics(self) -> EngineMetrics:
         """What the engine does now and did since it was made or `reset_metrics` was called."""
         with self._lock:
             _, runner = self._live()
             meter, scheduler, pool = self._meter, self._scheduler, self._scheduler.pool
+            prefixes = scheduler.prefixes
+            moved = {} if runner.store is None else runner.store.num_moved
             seconds = time.perf_counter() - meter.start
             first, per_token, whole = meter.latencies()
             statuses = collections.Counter(track.status for track in scheduler.running)
@@ -222,6 +227,11 @@ class Engine(EngineCore):
                 pages=pool.num_usable,
                 pages_owned=pool.num_owned,
                 pages_cached=pool.num_idle,
+                host_pages=self.settings.host_pages,
+                host_pages_used=0 if prefixes is None else prefixes.host.num_used,
+                pages_demoted=moved.get("demote", 0),
+                pages_restored=moved.get("restore", 0),
+                host_hit_rate=moved.get("restore", 0) / max(1, moved.get("demote", 0)),
                 prefix_hit_rate=scheduler.num_reused / max(1, scheduler.num_looked_up),
                 batch_occupancy=meter.rows_used / max(1, meter.rows_run),
                 busy_share=min(1.0, busy / seconds),
@@ -244,17 +254,22 @@ class Engine(EngineCore):
         return plot_timeline(tuple(self._meter.spans), path)
 
     def close(self) -> None:
-        """Frees the pool and forgets the model. Unfinished requests end with "abort"; closing twice is fine."""
+        """Frees the pool and forgets the model. Unfinished requests end with "abort"; closing twice is fine.
+
+        From a callback it is done when the round has ended.
+        """
         with self._lock:
-            if self._runner is None:
+            self._close_asked = self._in_round
+            if self._runner is None or self._in_round:
                 return
+            runner, self._runner = self._runner, None  # the callbacks of what ends here find it closed
             for job in list(self._jobs.values()):
                 self._end_job(job, "abort", "the engine was closed")
             for works in self._in_flight:
                 jax.block_until_ready([work.outputs for work in works])
             self._in_flight.clear()
-            self._runner.free()
-            self._runner = self._model = self._drafting = None
+            runner.free()
+            self._model = self._drafting = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -281,6 +296,13 @@ class Engine(EngineCore):
         finally:
             with self._lock:
                 self._scorer.remove(job)
+
+    def _advance(self) -> None:
+        try:
+            super()._advance()
+        finally:
+            if self._close_asked and not self._in_round:
+                self.close()
 
     def _advance_for(self, jobs: Sequence[Job]) -> None:
         """One round, unless another thread has brought news for these jobs meanwhile."""
@@ -311,19 +333,28 @@ class Engine(EngineCore):
             self._abandon(jobs)
 
     async def _follow_async(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
-        """`_follow`, with the waiting done in a thread."""
-        with self._lock:
-            jobs = self._open(requests, interactive=True)
+        """`_follow`, with all that takes the lock done in threads: another reader's round may have it."""
+        jobs: list[Job] = []
+
+        def begin() -> None:
+            with self._lock:
+                jobs.extend(self._open(requests, interactive=True))
+
+        def following() -> tuple[list[Delta], bool]:
+            self._advance_for(jobs)
+            with self._lock:
+                return self._take_mail(jobs), all(job.finished for job in jobs)
+
+        finished = False
         try:
-            while True:
-                finished = all(job.finished for job in jobs)
-                for delta in self._take_mail(jobs):
+            await asyncio.to_thread(begin)
+            while not finished:
+                mail, finished = await asyncio.to_thread(following)
+                for delta in mail:
                     yield delta
-                if finished:
-                    return
-                await asyncio.to_thread(self._advance_for, jobs)
         finally:
-            self._abandon(jobs)
+            if not finished:
+                await asyncio.to_thread(self._abandon, jobs)
 
     def _abandon(self, jobs: Sequence[Job]) -> None:
         """Ends what its reader has no use for any more."""
@@ -331,3 +362,13 @@ class Engine(EngineCore):
             for job in jobs:
                 if not job.finished:
                     self._end_job(job, "abort", None)
+
+
+def check_submission(request_id: object, callback: object, arrived: object) -> None:
+    """Raises ValueError for arguments of `Engine.submit` that would do harm only later."""
+    if request_id is not None and not isinstance(request_id, str):
+        raise ValueError(f"request_id={request_id!r}; expected a string")
+    if callback is not None and not callable(callback):
+        raise ValueError(f"callback={callback!r}; expected a function of one argument, a Delta")
+    if arrived is not None and not (isinstance(arrived, int | float) and math.isfinite(arrived)):
+        raise ValueError(f"arrived={arrived!r}; expected seconds as time.perf_counter() gives them")

@@ -72,6 +72,14 @@ class EngineMetrics:
     pages_owned: int
     pages_cached: int
     """Owned by nobody, but known to the prefix cache."""
+    host_pages: int
+    """Of host memory, for what the pool evicts."""
+    host_pages_used: int
+    pages_demoted: int
+    """Sent to the host, and fetched back from there, since the engine was made."""
+    pages_restored: int
+    host_hit_rate: float
+    """Share of the pages sent to the host that were fetched back."""
     prefix_hit_rate: float
     """Share of the tokens of admitted sequences that were in the prefix cache."""
     batch_occupancy: float
@@ -129,6 +137,14 @@ class EngineMetrics:
                 f"now                         {self.waiting} waiting, {self.prefilling} prefilling, "
                 f"{self.decoding} decoding; {self.preemptions} preemptions so far",
                 f"pages                       {self.pages_owned} of {self.pages} owned, {self.pages_cached} cached",
+                *(
+                    [
+                        f"host pages                  {self.host_pages_used} of {self.host_pages} used; "
+                        f"{self.pages_demoted} demoted, {self.pages_restored} restored ({self.host_hit_rate:.1%})"
+                    ]
+                    if self.host_pages
+                    else []
+                ),
                 f"device                      busy {self.busy_share:.1%} of {self.seconds:.1f} s, of which prefill "
                 f"{self.prefill_share:.1%}; decode rows {self.batch_occupancy:.1%} full",
                 f"compilations                {self.compilations} in {self.seconds_compiling:.1f} s of all threads, "
@@ -143,6 +159,8 @@ _COUNTERS = {
     "preemptions",
     "prompt_tokens",
     "output_tokens",
+    "pages_demoted",
+    "pages_restored",
     "compilations",
     "compilations_after_warmup",
     "seconds_compiling",

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from jaxinfer import steps
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.config import Settings
+from jaxinfer.engine.host_store import MOVES, gather_pages, page_shapes, scatter_pages
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.rows import blank_state, copy_pages, decode_rows, start_rows
 from jaxinfer.kv_cache import PagedKVCache
@@ -37,7 +38,20 @@ COPIES = 16
 class Size:
     """What distinguishes one program from another; fields that a kind does not use keep their defaults."""
 
-    kind: Literal["prefill", "prefill_scored", "score", "start", "decode", "copy", "blank", "seat", "catch_up", "draft"]
+    kind: Literal[
+        "prefill",
+        "prefill_scored",
+        "score",
+        "start",
+        "decode",
+        "copy",
+        "blank",
+        "gather",
+        "scatter",
+        "seat",
+        "catch_up",
+        "draft",
+    ]
     rows: int = 0
     length: int = 0
     """Tokens of a row, of prefill and of a draft's."""
@@ -112,6 +126,8 @@ class Programs:
                 yield Size("start", rows=rows, layout=layout)
             yield Size("blank", layout=layout)
         yield Size("copy")
+        if settings.host_pages:
+            yield from (Size("gather"), Size("scatter"))
 
     def prefill_sizes(self) -> list[tuple[int, int]]:
         """(rows, length) of prefill programs: a single row of any length, several within a round's tokens."""
@@ -149,6 +165,10 @@ class Programs:
         rows = size.rows
         if size.kind == "copy":
             return copy_pages.lower(self._cache, ints(COPIES), ints(COPIES))
+        if size.kind == "gather":
+            return gather_pages.lower(self._cache, ints(MOVES))
+        if size.kind == "scatter":
+            return scatter_pages.lower(self._cache, [page_shapes(self._cache)] * MOVES, ints(MOVES))
         if size.kind in ("prefill", "prefill_scored"):
             width = settings.page_widths[-1]
             batch = (ints(rows, size.length), ints(rows), ints(rows), ints(rows, width))

@@ -1,6 +1,7 @@
 """Carries out the scheduler's plans on the device: dispatches programs, never waits, and reads results when asked."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -11,6 +12,8 @@ import numpy as np
 
 from jaxinfer import kv_cache
 from jaxinfer.engine.config import Settings
+from jaxinfer.engine.host_pages import Move
+from jaxinfer.engine.host_store import HostStore
 from jaxinfer.engine.layout import Layouts, SamplerLayout, listed
 from jaxinfer.engine.pages import SCRATCH_PAGE
 from jaxinfer.engine.programs import COPIES, Programs, Size
@@ -73,6 +76,10 @@ class Runner:
         self.model, self.settings = model, settings
         self.cache = self._new_cache()
         self.programs = self._new_programs()
+        self.store: HostStore | None = None
+        if settings.host_pages:
+            gather, scatter = (functools.partial(self.programs.get, Size(kind)) for kind in ("gather", "scatter"))
+            self.store = HostStore(gather, scatter)
         self.layouts = Layouts(settings.layouts)
         self.layout = self.layouts.known[0]
         self.state: DecodeState = self._blank(self.layout)
@@ -92,6 +99,13 @@ class Runner:
         for leaf in jax.tree.leaves((self.cache, self.state)):
             if not leaf.is_deleted():
                 leaf.delete()
+        if self.store is not None:
+            self.store.clear()
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Starts moves of pages between device and host. What is dispatched later finds them done."""
+        if moves and self.store is not None:
+            self.cache = self.store.carry_out(self.cache, moves)
 
     def dispatch(self, plan: Plan, requests: Mapping[Track, Request], needs: Iterable[SamplerLayout]) -> list[Work]:
         """Starts a round of work. `needs` are the layouts of everybody who has a slot now."""

@@ -127,6 +127,8 @@ class Scorer:
                 break
             budget -= cost
             try:
+                if scheduler.prefixes is not None:
+                    runner.move(scheduler.prefixes.take_moves())
                 self._compute(job, batch, runner, limits)
             finally:
                 children = [child for placed in batch for child in placed.run.children]

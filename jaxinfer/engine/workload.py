@@ -63,7 +63,11 @@ def read_workload(path: str | os.PathLike[str], model: Model, params: SamplingPa
     """
     rng = np.random.default_rng(0)
     arrivals = []
-    for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)} is not UTF-8 at byte {error.start}; save it as UTF-8") from error
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         where = f"{os.fspath(path)} line {number}"
