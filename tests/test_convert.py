@@ -1,5 +1,6 @@
 """Folders for other engines: codes in their layouts, bit by bit, for our readers and by the formats' own documents."""
 
+import functools
 import json
 import pathlib
 from typing import Any
@@ -14,8 +15,10 @@ import safetensors.numpy
 import jaxinfer.cli
 from checkpoints.export import ShardWriter, write_file
 from checkpoints.export_formats import awq_parts, compressed_parts
+from checkpoints.formats import awq, compressed_tensors, fp8
 from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.safetensors import SafetensorsFolder
+from checkpoints.safetensors_file import SafetensorsFile
 from jaxinfer.model import load
 from jaxinfer.quantization.plan import Plan, Precision, Rule, uniform
 from jaxinfer.store.create import create
@@ -91,6 +94,42 @@ def test_packed_integers_by_the_format(bits: int, zeros: bool) -> None:
         assert stored.shape == (16 // per_word, 2)
         for field in range(per_word):
             np.testing.assert_array_equal((stored >> (bits * field)) & (2**bits - 1), codes.offsets[field::per_word])
+
+
+@functools.cache
+def library_cases() -> dict[str, dict[str, np.ndarray]]:
+    """Weights as AutoAWQ and compressed-tensors packed them: tests/oracle/make_quantized.py."""
+    file = SafetensorsFile(pathlib.Path(__file__).parent / "fixtures" / "quantized.safetensors")
+    cases: dict[str, dict[str, np.ndarray]] = {}
+    for name in file.tensors:
+        case, part = name.split("|")
+        cases.setdefault(case, {})[part] = file.read(name)
+    return cases
+
+
+@pytest.mark.parametrize("name", ["ct_int4_sym", "ct_int4_asym", "ct_int8_sym", "ct_channel", "ct_fp8_channel"])
+def test_compressed_tensors_own_packing_is_written_again(name: str) -> None:
+    stored = dict(library_cases()[name])
+    options = json.loads(stored.pop("options").tobytes())
+    stored.pop("values")
+    if "weight" in stored:
+        tensor = fp8.decode(stored, "weight_scale", None, name)
+    else:
+        tensor = compressed_tensors.decode_packed(stored, options.get("bits"), options.get("group_size"), name)
+    parts, scheme = compressed_parts([(tensor, 0, tensor.shape[0])], name)
+    assert same(parts, stored)
+    assert scheme.symmetric == ("weight_zero_point" not in stored)
+
+
+@pytest.mark.parametrize("name", ["awq_gemm_64", "awq_gemm_128"])
+def test_autoawqs_own_packing_is_written_again(name: str) -> None:
+    stored = dict(library_cases()[name])
+    options = json.loads(stored.pop("options").tobytes())
+    stored.pop("values")
+    tensor = awq.decode(stored, options["group_size"], name)
+    parts, scheme = awq_parts([(tensor, 0, tensor.shape[0])], name)
+    assert same(parts, stored)
+    assert scheme.group_size == options["group_size"]
 
 
 # --- Models

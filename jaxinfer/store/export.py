@@ -22,7 +22,7 @@ from jaxinfer.model import is_watched, weights_dtype_for
 from jaxinfer.params import canonical_shapes, piece_specs
 from jaxinfer.source import GGUFSource, Source, StoreSource, open_source
 from jaxinfer.store.create import STORE_DTYPE
-from jaxinfer.store.unfinished import written_whole
+from jaxinfer.store.unfinished import check_free, written_whole
 
 type ExportFormat = Literal["safetensors", "awq", "compressed-tensors"]
 
@@ -43,8 +43,11 @@ def export(
     and zeros as they are, which is exact, and raise ValueError for those that the format does not have, naming the
     weight; what is not quantised has `dtype`. Norms are float32. A GGUF file has no config.json to write, and neither
     has a store of one: they are refused.
+
+    Raises FileExistsError where there is something at `out`, and what `jaxinfer.load` raises.
     """
     path = pathlib.Path(out).expanduser().absolute()
+    check_free(path)
     progress = is_watched() if progress is None else progress
     with open_source(source, progress=progress) as opened:
         files = opened.files()
