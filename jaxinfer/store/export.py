@@ -1,6 +1,7 @@
 """A model of any format as a Hugging Face folder: decoded, or with its codes as AWQ or compressed-tensors have them."""
 
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from jaxinfer.params import canonical_shapes, piece_specs
 from jaxinfer.source import GGUFSource, Source, StoreSource, open_source
 from jaxinfer.store.create import STORE_DTYPE
 from jaxinfer.store.unfinished import check_free, written_whole
+
+log = logging.getLogger("jaxinfer")
 
 type ExportFormat = Literal["safetensors", "awq", "compressed-tensors"]
 
@@ -61,6 +64,12 @@ def export(
             tensors = _Tensors(opened, checkpoint, match.sources, format, weights_dtype)
             tensors.write(folder, progress)
             config_json |= {"dtype": str(weights_dtype), "tie_word_embeddings": not tensors.own_head}
+            if any(scheme.act_order for scheme in tensors.schemes.values()):
+                log.warning(
+                    "%s: inputs are in the order of their activations (actorder group), which compressed-tensors 0.20 "
+                    "refuses and earlier versions read",
+                    path,
+                )
             if tensors.schemes:
                 config_json["quantization_config"] = configuration(
                     "awq" if format == "awq" else "compressed-tensors", tensors.schemes, tensors.plain
