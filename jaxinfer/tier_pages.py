@@ -60,7 +60,7 @@ class TierRules:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """One call of `tiers.move_pages`: int32 [MOVED_AT_ONCE, 2], padded with moves to the scratch page."""
+    """One call of `tiers.move_pages`: int32 [n, 2], n of `MOVED_AT_ONCE`, padded with moves to the scratch page."""
 
     source: Tier
     target: Tier
@@ -130,8 +130,9 @@ class TierPages:
                 row.first_recent += 1
         calls = []
         for (source, target), pairs in moved.items():
-            for some in itertools.batched(pairs, MOVED_AT_ONCE):
-                pages = np.full((MOVED_AT_ONCE, 2), SCRATCH_PAGE, np.int32)
+            for some in itertools.batched(pairs, MOVED_AT_ONCE[-1]):
+                size = next(size for size in MOVED_AT_ONCE if size >= len(some))
+                pages = np.full((size, 2), SCRATCH_PAGE, np.int32)
                 pages[: len(some)] = some
                 calls.append(Moves(source, target, pages))
         return calls

@@ -2,9 +2,10 @@
 
 Each tier is a pool of pages of its own, so what a page saves when it moves down is room for others to use. Whole pages
 move, on the device, when all their tokens have aged past a distance: a page of the newest tier is quantised to int8
-(`formats.quantise`), one of int8 is dequantised and quantised to int4, and its old page is free. So what a tier
-holds does not depend on when or how often the host looked. Which page a token is in is the host's knowledge
-(`tier_pages.py`); programs get it as `TierTables`.
+(`formats.quantise`), one of int8 is dequantised and quantised to int4, and its old page is free. What a tier holds
+does not depend on when or how often pages moved; which queries still saw a token as it was does. Pages move between
+programs, so a prompt that is cut into other chunks gives results that differ by what rounding does. Which page a token
+is in is the host's knowledge (`tier_pages.py`); programs get it as `TierTables`.
 
 A layer with a sliding window reads nothing behind the window: it keeps its window as it is and forgets the rest.
 
@@ -31,8 +32,8 @@ from pallas_kernels.paged_attention.formats import FORMATS, dequantise, quantise
 
 type Tier = Literal["recent", "int8", "int4"]
 
-MOVED_AT_ONCE = 64
-"""Pages that one call of `move_pages` moves, padding included."""
+MOVED_AT_ONCE = (8, 64)
+"""Pages that one call of `move_pages` moves, padding included: as decoding a few rows needs, and as prefill does."""
 
 
 @dataclasses.dataclass(frozen=True)

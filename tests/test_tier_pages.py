@@ -104,7 +104,7 @@ class Simulation:
 
     def move(self, calls: list[Moves]) -> None:
         for call in calls:
-            assert call.pages.shape == (MOVED_AT_ONCE, 2)
+            assert len(call.pages) in MOVED_AT_ONCE
             moved = {}
             for source, target in call.pages.tolist():
                 if target != SCRATCH_PAGE:

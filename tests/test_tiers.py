@@ -185,7 +185,7 @@ def test_a_move_is_the_quantisation_of_pages(source: str, target: str):
 
     cache = dataclasses.replace(cache, **{source: jax.tree.map(page, getattr(cache, source))})
     before = jax.tree.map(np.array, cache)
-    pairs = np.zeros((MOVED_AT_ONCE, 2), np.int32)
+    pairs = np.zeros((MOVED_AT_ONCE[0], 2), np.int32)
     pairs[:3] = [(4, 2), (1, 9), (9, 1)]
     after = jax.tree.map(np.asarray, move_pages(cache, jnp.asarray(pairs), source=source, target=target))
     head_dim = model.config.head_dim
@@ -233,7 +233,7 @@ def test_no_program_copies_a_tier(program: str):
         lowered = decode_chunk.lower(*arguments, config=model.config, variant=variant, num_steps=4)
     else:
         source, target = program.split(" to ")
-        lowered = move_pages.lower(cache, shape(MOVED_AT_ONCE, 2), source=source, target=target)
+        lowered = move_pages.lower(cache, shape(MOVED_AT_ONCE[-1], 2), source=source, target=target)
     compiled = lowered.compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None
@@ -269,13 +269,17 @@ def by_hand(model: Model, prompt: list[int], limits: Limits) -> list[int]:
 
 
 def test_generate_equals_the_model_over_rounded_pages(monkeypatch: pytest.MonkeyPatch):
-    """Two groups of prefill; the longer prompt comes in three chunks, and its pages reach all tiers."""
+    """Two groups of prefill; the longer prompt comes in three chunks, and its pages reach all tiers.
+
+    Trap K3: the same request gives the same tokens again.
+    """
     limits = Limits(prefill_chunk=CHUNK, prefill_tokens=CHUNK, decode_chunk=4)
     monkeypatch.setattr(Limits, "default", classmethod(lambda cls: limits))
     model, rng = load_case("llama"), np.random.default_rng(3)
     prompts = [rng.integers(3, 90, length).tolist() for length in (150, 20)]
     outputs = generate(model, prompts, GREEDY)
     assert [list(output.token_ids) for output in outputs] == [by_hand(model, prompt, limits) for prompt in prompts]
+    assert [output.token_ids for output in generate(model, prompts, GREEDY)] == [output.token_ids for output in outputs]
 
 
 def test_what_does_not_know_of_tiers_refuses():
