@@ -102,8 +102,10 @@ def test_command_prints_a_table_and_json(tmp_path: pathlib.Path, capsys: pytest.
     assert record["compilations_after_warmup"] == 0
     assert record["time_per_output_token"]["p95"] > 0
     picture = tmp_path / "timeline.png"
-    assert main(["bench", str(folder), *sizes, *lengths, "--policy", "mixed", "--timeline", str(picture)]) == 0
-    assert "time per output token, ms" in capsys.readouterr().out and picture.exists()
+    mixed = ["--policy", "mixed", "--timeline", str(picture), "--draft", "ngram", "--k", "2", "--no-warmup"]
+    assert main(["bench", str(folder), *sizes, *lengths, *mixed]) == 0
+    shown = capsys.readouterr().out
+    assert "time per output token, ms" in shown and "accepted by position: " in shown and picture.exists()
 
 
 @pytest.mark.parametrize(

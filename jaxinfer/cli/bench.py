@@ -8,6 +8,7 @@ import jax
 from tqdm import tqdm
 
 from jaxinfer.cli.options import json_line, loading
+from jaxinfer.cli.spec_bench import make_draft
 from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.workload import random_workload, read_workload, replay
@@ -48,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
             params=params,
             seed=options.seed,
         )
-    with Engine(model, config) as engine:
+    draft = None if options.draft is None else make_draft(model, options.draft, options.k)
+    with Engine(model, config, draft=draft) as engine:
         if not options.no_warmup:
             engine.warmup(progress=shown)
         engine.reset_metrics()

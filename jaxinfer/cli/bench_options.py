@@ -40,6 +40,10 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", choices=("separate", "mixed"), default="separate", help="two queues, or one as a baseline"
     )
+    parser.add_argument(
+        "--draft", metavar="DRAFT", help="speculate: ngram, self, self:N or a model, as in spec-bench (no draft)"
+    )
+    parser.add_argument("--k", type=int, default=4, metavar="N", help="drafted tokens a step at most (4)")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt whole")
     parser.add_argument("--no-warmup", action="store_true", help="compile while serving, to see what that costs")
     parser.add_argument("--timeline", metavar="FILE.png", help="also draw when the device did what (needs matplotlib)")

@@ -29,6 +29,17 @@ What a round does. Prompts wait in a queue, first come, first served; sequences 
 `generate` prompts go first. A chunk runs while the one before it is read: the host decides on stop strings and arrivals
 one chunk late. `policy="mixed"` is one queue in which prompts always go first, as a baseline to measure against.
 
+Speculation. `Engine(model, config, draft=ji.NgramDraft(k=4))`, a `ModelDraft`, a `SelfDraft`, or a `Speculation` with
+a policy of its own, turns decode chunks into ones that draft, verify and accept: the results stay what they are (greedy
+and seeded requests their tokens, others their distribution), preempted, forked and with cached prefixes too. Chunks
+have half as many steps then, each of 1 to k + 1 tokens. The adaptive policy keeps a controller for each of
+`decode_rows`: it drafts while the measured acceptance and step times say that it pays, says in the log when it stops
+(large batches) and starts again, and each length that it may choose is a program that `warmup` compiles. A draft with a
+cache of its own has it in pages numbered as the target's: the pool is smaller by it, a cached prefix is cached for
+both, and while nothing is drafted the draft computes nothing; what it missed it catches up on before the next chunk
+that drafts. A request needs places for k tokens behind its last. `metrics().speculation` has acceptance by position,
+accepted lengths, steps and the time of drafting, verifying and catching up.
+
 Memory. The pool takes `memory_fraction` of what is free when the engine is made, or `num_pages`; `close`, or leaving
 the `with` block, gives it back at once, and the weights go with the model (`del model`). Pages of finished requests
 stay known by their tokens: prompts that begin the same skip that part (`prefix_cache`). Completions of one request
@@ -42,5 +53,6 @@ logprobs) compiles when it comes, and `metrics().compilations_after_warmup` coun
 
 `jaxinfer bench MODEL` serves a made-up or recorded workload and prints the metrics. Modules: `pages`, `prefix_cache`,
 `sequence`, `scheduler` (plain Python); `layout`, `config`, `rows`, `programs`, `runner` (the device); `core`, `engine`
-(requests and rounds); `metrics`, `timeline`, `workload`.
+(requests and rounds); `metrics`, `timeline`, `workload`; with a draft `drafting` (the policy at work),
+`drafting_runner`, `drafting_programs`, `drafting_rows` (the device), `drafting_metrics`.
 """

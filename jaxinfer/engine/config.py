@@ -38,7 +38,8 @@ class EngineConfig:
             the longest.
         prefill_rows: Numbers of pieces of one length computed in one call.
         decode_rows: Numbers of rows that decode programs exist for; the largest is `max_decode_batch`.
-        decode_chunk: Decode steps in one program (16; 4): the host admits, stops and streams between chunks.
+        decode_chunk: Decode steps in one program (16; 4): the host admits, stops and streams between chunks. Half as
+            many with drafted tokens.
         decode_stall_tokens: Prefill tokens that may pass between two decode chunks while somebody reads along (2048;
             512).
         decode_stall_ms: The same bound in milliseconds, turned into tokens at the prefill rate measured while serving.

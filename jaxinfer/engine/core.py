@@ -82,7 +82,7 @@ class EngineCore:
         self._runner: Runner | None = (
             Runner(model, self.settings) if speculation is None else DraftingRunner(model, self.settings, speculation)
         )
-        self._drafting = None if speculation is None else Drafting(speculation, self.settings)
+        self._drafting = None if speculation is None else Drafting(speculation, self.settings, model)
         self._lock = FairLock()
         self._meter = Meter()
         self._jobs: dict[str, Job] = {}

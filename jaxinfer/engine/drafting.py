@@ -10,10 +10,14 @@ from jaxinfer.engine.drafting_programs import steps_of
 from jaxinfer.engine.runner import Work
 from jaxinfer.engine.sequence import Chunk
 from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.model import Model
 from jaxinfer.speculative.policy import Controller
 from jaxinfer.speculative.report import SpeculationReport
 from jaxinfer.speculative.speculation import Speculation
 
+JUDGED_BEFORE_WARNING = 500
+"""Drafted tokens that are judged before the engine says what a draft quantised apart from its target was accepted
+with."""
 SMOOTHING = 0.8
 """What a chunk leaves of the tokens per step that were expected before it."""
 
@@ -22,8 +26,8 @@ class Drafting:
     """The policy at work: a controller for each number of rows that decode programs have, since what pays for four
     readers loses for a hundred."""
 
-    def __init__(self, speculation: Speculation, settings: Settings) -> None:
-        self.speculation, self._settings = speculation, settings
+    def __init__(self, speculation: Speculation, settings: Settings, target: Model) -> None:
+        self.speculation, self._settings, self._target = speculation, settings, target
         self.report = SpeculationReport()
         """Since the metrics were reset; the speculation's own report goes on."""
         self.catch_up_seconds = 0.0
@@ -81,6 +85,8 @@ class Drafting:
         self.report.add(drafted, proposed, accepted, tokens, seconds)
         with self.speculation.lock:
             self.speculation.report.add(drafted, proposed, accepted, tokens, seconds)
+        if sum(self.report.judged) >= JUDGED_BEFORE_WARNING:
+            self.speculation.warn_of_plans(self._target)
 
     def _rows(self, count: int) -> int:
         sizes = self._settings.decode_rows
