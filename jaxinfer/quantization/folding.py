@@ -7,7 +7,8 @@
 | gate, up | the norm before the MLP | one an input |
 | down | the rows (and biases) of up: the gate only multiplies them | one an input |
 
-The layer computes what it did, but for rounding. Where there is no norm before (OLMo 2) the columns stay.
+The layer computes what it did, but for rounding. Where there is no norm before (OLMo 2) the columns stay. The values in
+the key-value cache are divided by o's scales: a quantised cache sees other ranges than with the original.
 """
 
 import dataclasses
