@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import re
 import typing
+from collections.abc import Iterator
 from typing import Literal
 
 import flax.struct
@@ -181,27 +182,32 @@ class TierPools:
 
 def create(config: ModelConfig, pools: TierPools, page_size: int, dtype: jnp.dtype) -> TieredKVCache:
     """Allocates a zeroed cache with scratch pages too. `dtype` is that of the newest tier and of windows."""
-    windowed = tuple(layer.window is not None for layer in config.layers)
-
-    def tier(num_pages: int, form: jnp.dtype | str, of_windows: bool = False) -> PagedKVCache:
-        layers = tuple(layer for layer, own in zip(config.layers, windowed, strict=True) if own == of_windows)
-        if not num_pages or not layers:
-            return PagedKVCache([], [])
-        return kv_cache.create(dataclasses.replace(config, layers=layers), 1 + num_pages, page_size, form)
-
-    return TieredKVCache(
-        recent=tier(pools.recent, dtype),
-        int8=tier(pools.int8, "int8"),
-        int4=tier(pools.int4, "int4"),
-        window=tier(pools.window, dtype, of_windows=True),
-        windowed=windowed,
-    )
+    stores = {
+        name: kv_cache.create(part, 1 + num_pages, page_size, form) if num_pages else PagedKVCache([], [])
+        for name, part, num_pages, form in _parts(config, pools, dtype)
+    }
+    return TieredKVCache(**stores, windowed=tuple(layer.window is not None for layer in config.layers))
 
 
 def num_bytes(config: ModelConfig, pools: TierPools, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes of what `create` allocates."""
-    cache = jax.eval_shape(lambda: create(config, pools, page_size, dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    return sum(
+        (1 + num_pages) * page_size * kv_cache.bytes_per_token(part, form)
+        for _, part, num_pages, form in _parts(config, pools, dtype)
+        if num_pages
+    )
+
+
+def _parts(
+    config: ModelConfig, pools: TierPools, dtype: jnp.dtype
+) -> Iterator[tuple[str, ModelConfig, int, jnp.dtype]]:
+    """Of each tier its name, the model with only the layers it serves, its pages and what they hold."""
+    full = tuple(layer for layer in config.layers if layer.window is None)
+    windowed = tuple(layer for layer in config.layers if layer.window is not None)
+    forms = {"recent": dtype, "int8": jnp.dtype("int8"), "int4": jnp.dtype("int4"), "window": dtype}
+    for name, form in forms.items():
+        layers = windowed if name == "window" else full
+        yield name, dataclasses.replace(config, layers=layers), getattr(pools, name) if layers else 0, form
 
 
 @functools.partial(jax.jit, static_argnames=("source", "target"), donate_argnames="cache")

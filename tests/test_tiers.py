@@ -177,6 +177,7 @@ def test_a_move_is_the_quantisation_of_pages(source: str, target: str):
     """Bits by NumPy; nothing else changes; the scratch page takes nothing; the source keeps what it had."""
     model, rng = load_case("gemma2"), np.random.default_rng(1)
     cache = poisoned(tiers.create(model.config, TierPools(9, 9, 9, 9), PAGE, model.dtype))
+    assert num_bytes(cache) == tiers.num_bytes(model.config, TierPools(9, 9, 9, 9), PAGE, model.dtype)
 
     def page(pool: jax.Array) -> jax.Array:
         if jnp.issubdtype(pool.dtype, jnp.floating):
