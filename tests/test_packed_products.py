@@ -1,5 +1,7 @@
 """Products with code books (NF4, IQ4_NL, MXFP4, NVFP4) and with codes of 8 bits: simulated, lowered, on the GPU."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -35,7 +37,7 @@ from pallas_kernels.int4_matmul import (
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.packing import by_row
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.plan import Schedule
+from pallas_kernels.int4_matmul.plan import Fusion, Schedule
 from pallas_kernels.int4_matmul.wide_plan import WideSchedule
 
 BF16 = ml_dtypes.bfloat16
@@ -155,6 +157,21 @@ def test_codes_of_8_bits_on_simulated_warps(rows, in_features, group_size, kind,
     if dtype is BF16:
         assert relative_error(many, in_float64(x, values_of(weight, BF16))) < 1e-6
     assert relative_error(many, in_float64(x, values_of(weight))) < 3.5e-3
+
+
+@pytest.mark.parametrize("weight", [of_8_bits(96, 256, 32, "zero_point"), with_book(96, 256, 32, "iq4_nl")])
+def test_with_its_surroundings_on_simulated_warps(weight: Packed) -> None:
+    """A norm before, a gate behind: what is between them is that of test_int4_fused.py."""
+    weight = dataclasses.replace(weight, scales=weight.scales * BF16(2**-10))
+    x, fusion = tokens(3, 256), Fusion(norm_eps=1e-5, gated=True)
+    norm = np.random.default_rng(7).uniform(0.5, 1.5, 256).astype(np.float32)
+    digits = weight.kind != "code_book"
+    schedule = Schedule(warps=4, parts=1, strips=2, depth=2, blocks=2, digits=digits)
+    out = simulate_few(x, in_layout(weight), schedule, fusion=fusion, norm=norm)[0]
+    wide = x.astype(np.float64)
+    roots = 1 / np.sqrt((wide * wide).mean(1, keepdims=True) + 1e-5)
+    gate, other = np.split(in_float64((wide * norm).astype(BF16), values_of(weight)) * roots, 2, axis=1)
+    assert relative_error(out, gate / (1 + np.exp(-gate)) * other) < 3e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -377,6 +377,9 @@ def partial_sums(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dt
             w = WideWarp(shared)
             multiply(w, plan, arguments, w.scalar(cluster), w.scalar(rank))
 
+        # The next kernel may be brought onto the card already; it waits for this one's end, as this one does before.
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
         emit(*refs, lax.axis_index("cluster"), lax.axis_index("rank") if plan.cluster_blocks > 1 else jnp.int32(0))
 
     clusters = {"cluster": (plan.cluster_blocks,), "cluster_names": ("rank",)} if plan.cluster_blocks > 1 else {}

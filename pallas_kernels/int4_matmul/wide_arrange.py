@@ -78,6 +78,9 @@ def by_kernel(x: jax.Array, plan: WidePlan) -> jax.Array:
             w = WideWarp(shared)
             reorder(w, plan, x_ref, out, w.scalar(block))
 
+        # The next kernel may be brought onto the card already; it waits for this one's end, as this one does before.
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
         emit(*refs, lax.axis_index("block"))
 
     return plgpu.kernel(

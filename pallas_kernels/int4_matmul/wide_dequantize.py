@@ -103,6 +103,9 @@ def dequantize(weight: Packed) -> jax.Array:
             w = WideWarp(shared)
             unpack(w, plan, arguments, w.scalar(block))
 
+        # The next kernel may be brought onto the card already; it waits for this one's end, as this one does before.
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
         emit(*refs, lax.axis_index("block"))
 
     return plgpu.kernel(
