@@ -16,6 +16,8 @@ FILES = (
     "test_decode_attention.py",
     "test_int4_matmul.py",
     "test_int4_fused.py",
+    "test_int4_wide.py",
+    "test_packed_products.py",
     "test_paged_attention.py",
     "test_int4_triton.py",
     "test_paged_attention_triton.py",
