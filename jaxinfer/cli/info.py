@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import itertools
 import math
+import pathlib
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.device import start_device
 from jaxinfer.model import inspect, weights_dtype_for
 from jaxinfer.params import canonical_shapes, num_parameters
+from jaxinfer.quantization.report import report_of
+from jaxinfer.store.manifest import is_store, read_manifest
 
 KINDS = ("embedding", "attention", "mlp", "norms", "head")
 
@@ -70,7 +73,7 @@ def gather(path_or_name: str, dtype: str | None) -> dict[str, Any]:
         },
         "file": dict(files),
         "check": None if found.mismatch is None else _check(found.mismatch),
-    }
+    } | ({"store": _store(found.path)} if is_store(found.path) else {})
 
 
 def _config(config: ModelConfig) -> dict[str, Any]:
@@ -82,6 +85,12 @@ def _config(config: ModelConfig) -> dict[str, Any]:
     ]
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return values | {"layers": layers, "ropes": [dataclasses.asdict(rope) for rope in ropes]}
+
+
+def _store(path: pathlib.Path) -> dict[str, Any]:
+    """How a store was made, and how well it was quantised, if that was measured."""
+    manifest = read_manifest(path)
+    return {name: getattr(manifest, name) for name in ("model", "device", "versions", "plan", "quality")}
 
 
 def _check(mismatch: Mismatch) -> dict[str, Any]:
@@ -140,6 +149,16 @@ def _lines(facts: dict[str, Any]) -> Iterable[str]:
         counts = [f"{count} {name}" for name, count in check.items() if name != "problem" and count]
         rows.append(("check", ", ".join(counts) or "every tensor fits the configuration"))
     yield from _section("weights on disk", rows or [("none", "")])
+    if "store" in facts:
+        store = facts["store"]
+        report = report_of(store["quality"])
+        rows = [
+            ("of", store["model"]),
+            ("written by", f"jaxinfer {store['versions'].get('jaxinfer', '?')} on {store['device']}"),
+            ("plan", "none" if store["plan"] is None else str(store["plan"].get("name", "unnamed"))),
+            ("quality", "not measured" if report is None or report.quality is None else str(report.quality)),
+        ]
+        yield from _section("store", rows)
     rows = [(name, _value(value)) for name, value in config.items() if name not in ("layers", "ropes")]
     groups = [(layer, len(list(run))) for layer, run in itertools.groupby(config["layers"])]
     yield from _section("configuration", rows)

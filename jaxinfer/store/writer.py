@@ -79,6 +79,7 @@ class StoreWriter:
         """Writes pieces as they come, holding one at a time."""
         for name, fields in pieces:
             self.write(name, fields)
+            del fields  # before the next piece is made
 
     def _finish_unless_failed(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:

@@ -4,8 +4,8 @@
     jaxinfer convert STORE dense --format safetensors --dtype float32
     python tests/oracle/check_exports.py packed dense     # with torch, transformers 5.17, compressed-tensors 0.20
 
-Run by hand: int4 with zeros and without, int8, fp8 and a mixed plan on the tiny llama of `tests/fixtures/families` agree
-to 1e-5, and AWQ's codes to the bit. Version 0.20 refuses act-order, whatever the file.
+Run by hand: int4 with zeros and without, int8, fp8 and a mixed plan on the tiny llama of `tests/fixtures/families`
+agree to 1e-5, and AWQ's codes to the bit. Version 0.20 refuses act-order, whatever the file.
 """
 
 import sys
