@@ -9,6 +9,7 @@ from typing import Literal
 import engine_cases as cases
 import IPython.core.formatters
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,6 +54,16 @@ def test_nothing_compiles_after_warmup(capsys: pytest.CaptureFixture[str]) -> No
         assert re.search(r"prefill \d+ tok/s, decode \d+ tok/s", capsys.readouterr().err)
         engine.warmup(progress=False)  # again: nothing to do
         assert not COMPILED
+
+
+def test_programs_of_several_rows_are_for_short_pieces() -> None:
+    """Four rows of 2048 tokens keep a device no busier than one does: there is no program for them."""
+    config = dataclasses.replace(
+        cases.CONFIG, prefill_lengths=(64, 1024, 2048), prefill_rows=(1, 4), max_prefill_tokens=8192
+    )
+    chosen = settle(config, cases.model())
+    programs = Programs(cases.model(), chosen, kv_cache.create(cases.model().config, 2, 4, jnp.float32))
+    assert programs.prefill_sizes() == [(1, 64), (1, 1024), (1, 2048), (4, 64), (4, 1024)]
 
 
 def test_needs_beyond_the_examples_compile_once_and_are_counted() -> None:

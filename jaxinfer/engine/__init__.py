@@ -7,6 +7,7 @@
         outputs = engine.generate(prompts, params)        # a batch: prompts first, a bar with rates
         for delta in engine.stream("Once upon", params):  # one reader; several streams share the device
             print(delta.text, end="")
+        scores = engine.score(questions, answers)         # log-likelihoods; prefixes are computed once and kept
         print(engine.metrics())                           # latencies, rates, pages, compilations
         engine.plot_timeline("timeline.png")              # prefill and decode programs over time (jaxinfer[plot])
 
@@ -43,16 +44,19 @@ accepted lengths, steps and the time of drafting, verifying and catching up.
 Memory. The pool takes `memory_fraction` of what is free when the engine is made, or `num_pages`; `close`, or leaving
 the `with` block, gives it back at once, and the weights go with the model (`del model`). Pages of finished requests
 stay known by their tokens: prompts that begin the same skip that part (`prefix_cache`). Completions of one request
-(n > 1) share the pages of its prompt. When pages run out the latest arrival gives way and is computed again later. A
+(n > 1) share the pages of its prompt. When pages run out the latest arrival gives way and is computed again later.
+`host_pages` adds a second tier in pinned host memory for what the pool evicts, of preempted sequences too: it comes
+back when it is asked for, if copying takes less time (measured by `warmup`) than computing does at the rate of late. A
 request that could never fit is refused (`RequestTooLong`); what is wrong with a request ends that request alone: NaN in
 its logits or an exception in its callback with finish reason "error", `abort` and closed streams with "abort".
 
 Compilation. Programs exist in a few sizes (`prefill_lengths`, `prefill_rows`, `decode_rows`); fewer sizes compile
 sooner, more waste less padding. `sampling` holds examples of what will be asked for: a request that needs more (say,
-logprobs) compiles when it comes, and `metrics().compilations_after_warmup` counts it.
+logprobs) compiles when it comes, as `score` does for its shapes, and `metrics().compilations_after_warmup` counts it.
 
-`jaxinfer bench MODEL` serves a made-up or recorded workload and prints the metrics. Modules: `pages`, `prefix_cache`,
-`sequence`, `scheduler` (plain Python); `layout`, `config`, `rows`, `programs`, `runner` (the device); `core`, `engine`
-(requests and rounds); `metrics`, `timeline`, `workload`; with a draft `drafting` (the policy at work),
-`drafting_runner`, `drafting_programs`, `drafting_rows` (the device), `drafting_metrics`.
+`jaxinfer bench MODEL` serves a made-up or recorded workload and prints the metrics. Modules: `pages`, `host_pages`,
+`prefix_cache`, `sequence`, `scheduler` (plain Python); `layout`, `config`, `rows`, `programs`, `runner`, `host_store`
+(the device); `core`, `engine` (requests and rounds), `scoring`; `metrics`, `timeline`, `workload`; with a draft
+`drafting` (the policy at work), `drafting_runner`, `drafting_programs`, `drafting_rows` (the device),
+`drafting_metrics`.
 """

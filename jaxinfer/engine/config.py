@@ -169,7 +169,9 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
     batch = config.max_decode_batch or (16 if on_cpu else 256)
     sequences = config.max_sequences or batch
     tokens = config.max_prefill_tokens or (1024 if on_cpu else 8192)
-    decode_rows = config.decode_rows or (_ladder(1, 4, batch) if on_cpu else tuple(sorted({1, *_ladder(8, 2, batch)})))
+    # On a GPU a step of 9 to 31 rows takes as long as one of 32: the weights are what is read.
+    ladder = _ladder(1, 4, batch) if on_cpu else tuple(sorted({1, min(8, batch), *_ladder(32, 2, batch)}))
+    decode_rows = config.decode_rows or ladder
     if decode_rows[-1] < min(batch, sequences):
         raise ValueError(f"decode_rows={decode_rows}: the largest is below max_decode_batch={batch}")
     lengths = config.prefill_lengths or _prefill_lengths(tokens, on_cpu)

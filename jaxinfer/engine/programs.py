@@ -30,6 +30,8 @@ _SHARED: dict[tuple[object, ...], Callable[..., Any]] = {}
 """Programs of all engines of this process: a second engine of one model and one size compiles nothing. They hold no
 weights and no cache."""
 
+FULL_CALL = 4096
+"""Tokens that keep a device busy: several rows of longer pieces in one call would bring nothing but programs."""
 COPIES = 16
 """Pages that one call of the copying program copies, padding included."""
 
@@ -130,13 +132,13 @@ class Programs:
             yield from (Size("gather"), Size("scatter"))
 
     def prefill_sizes(self) -> list[tuple[int, int]]:
-        """(rows, length) of prefill programs: a single row of any length, several within a round's tokens."""
+        """(rows, length) of prefill programs: a single row of any length, several while they make a call fuller."""
         rules = self._settings.rules
         return [
             (rows, length)
             for rows in self._settings.prefill_rows
             for length in rules.prefill_lengths
-            if rows == self._settings.prefill_rows[0] or rows * length <= rules.max_prefill_tokens
+            if rows == self._settings.prefill_rows[0] or rows * length <= min(rules.max_prefill_tokens, FULL_CALL)
         ]
 
     def _key_of(self, size: Size) -> tuple[object, ...]:

@@ -56,13 +56,14 @@ class TokenBytes:
             cached = self._cache[token_id] = self._bytes(token_id)
         return cached
 
-    def joined(self, token_ids: list[int]) -> bytes:
-        """Bytes of several tokens. A server's host spends most of its time here, so the usual case calls nothing."""
+    def joined(self, token_ids: list[int]) -> bytes | None:
+        """Bytes of several tokens if all have been asked for before, else None. It calls nothing for each of them: a
+        server's host spends most of its time here."""
         cached = self._cache
         try:
             return b"".join([cached[token] for token in token_ids])
         except KeyError:
-            return b"".join(map(self, token_ids))
+            return None
 
     def _read(self, decoder: dict[str, Any]) -> None:
         kind = decoder["type"]

@@ -120,20 +120,17 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> bytes:
         """Bytes of a sequence of token ids, joined."""
-        skipped = self.special_ids if skip_special_tokens else frozenset()
-        spelled = [token for token in map(int, ids) if token not in skipped]
-        if spelled and (min(spelled) < 0 or max(spelled) >= self.num_tokens):
-            spelled = list(map(self._checked, spelled))
-        return self._bytes.joined(spelled)
+        spelled = list(map(int, ids))
+        if skip_special_tokens and not self.special_ids.isdisjoint(spelled):
+            spelled = [token for token in spelled if token not in self.special_ids]
+        known = self._bytes.joined(spelled)
+        return b"".join(map(self.token_bytes, spelled)) if known is None else known
 
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes that a token stands for, often part of a character; of a special token, its name."""
-        return self._bytes(self._checked(token_id))
-
-    def _checked(self, token_id: int) -> int:
         if not 0 <= token_id < self.num_tokens:
             raise ValueError(f"token id {token_id} is outside the vocabulary of {self.num_tokens} tokens")
-        return token_id
+        return self._bytes(token_id)
 
     def render_chat(
         self,
