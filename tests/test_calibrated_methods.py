@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
 from jaxinfer.quantization.awq import STEPS, clip_and_round, scale_candidates, scaled_losses
 from jaxinfer.quantization.gptq import codes_in_order, compensated_rounding, error_propagation
 from jaxinfer.quantization.moments import output_errors, values_of
 from jaxinfer.quantization.rtn import CLIP_RATIOS, round_to_nearest
 from jaxinfer.quantization.scaled import scale_outputs
-from pallas_kernels.int4_matmul import PackedInt4, dequantize, unpack_codes
+from pallas_kernels.int4_matmul import PackedInt4, dequantize, from_codes, from_int8_codes, unpack_codes
 
 OUT, IN, GROUP, SAMPLES = 12, 72, 32, 200
 """The last group has 8 inputs."""
@@ -61,6 +62,17 @@ def test_values_of_every_kind() -> None:
     scaled = scale_outputs(jnp.asarray(WEIGHT), dtype="int8")
     np.testing.assert_allclose(values_of(scaled), WEIGHT, atol=np.abs(WEIGHT).max() / 200)
     np.testing.assert_array_equal(values_of(WEIGHT), WEIGHT)
+    rows = np.arange(12, dtype=np.uint8).reshape(2, 6)
+    scales = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    four = from_codes(rows, scales, group_size=3)
+    np.testing.assert_array_equal(values_of(four)[1], [-6.0, -3.0, 0.0, 4.0, 8.0, 12.0])
+    order = np.array([5, 0, 1, 2, 3, 4], np.int32)
+    np.testing.assert_array_equal(values_of(PermutedInputs(four, order))[1], [-3.0, 0.0, 4.0, 8.0, 12.0, -6.0])
+    eight = from_int8_codes(rows, scales, group_size=3)
+    np.testing.assert_array_equal(values_of(eight)[1], [-366.0, -363.0, -360.0, -476.0, -472.0, -468.0])
+    np.testing.assert_array_equal(
+        values_of(StackedOutputs((four, eight)))[1:4:2], [values_of(w)[1] for w in (four, eight)]
+    )
 
 
 # --- AWQ

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.packed_weights import DeviceWeight, HostWeight
-from pallas_kernels.int4_matmul import PackedInt4, dequantize
+from pallas_kernels.int4_matmul import PackedInt4, PackedInt8, dequantize
 
 
 @jax.jit
@@ -28,7 +28,7 @@ def values_of(weight: HostWeight | DeviceWeight) -> Float[Array, "out in"]:
             return jnp.concatenate([values_of(part) for part in weight.parts])
         case PermutedInputs():
             return dequantize(weight.weight)[:, jnp.argsort(jnp.asarray(weight.permutation))]
-        case PackedInt4():
+        case PackedInt4() | PackedInt8():
             return dequantize(weight)
         case ScaledCodes():
             return jnp.asarray(weight.codes).astype(jnp.float32) * jnp.asarray(weight.scales)[:, None]
