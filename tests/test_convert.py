@@ -49,6 +49,8 @@ def random_codes(rows: int, inputs: int, bits: int, group: int, zeros: bool) -> 
     codes = rng.integers(0, 2**bits, (rows, inputs)).astype(np.uint8)
     scales = rng.uniform(0.5, 2.0, (rows, inputs // group)).astype(np.float16)
     offsets = rng.integers(0, 2**bits, scales.shape).astype(np.uint8) if zeros else None
+    if offsets is not None:
+        offsets[0], offsets[-1] = 0, 2**bits - 1
 
     def some(start: int, stop: int) -> Codes:
         return Codes(
@@ -61,7 +63,9 @@ def random_codes(rows: int, inputs: int, bits: int, group: int, zeros: bool) -> 
 
 @pytest.mark.parametrize("zeros", [False, True])
 def test_awq_words_by_the_format(zeros: bool) -> None:
-    """Column 8 c + ORDER[j] of input i is nibble j of word [i, c]; AutoAWQ's order is 0, 2, 4, 6, 1, 3, 5, 7."""
+    """Trap I5: column 8 c + ORDER[j] of input i is nibble j of word [i, c], AutoAWQ's order being 0, 2, 4, 6, 1, 3, 5,
+    7; zeros are stored as they are, 0 and 15 among them.
+    """
     tensor = random_codes(24, 64, 4, 32, zeros)
     parts, scheme = awq_parts([(tensor, 0, 24)], "w")
     assert (scheme.group_size, {name: part.shape for name, part in parts.items()}) == (

@@ -1,5 +1,6 @@
 """Stores: what is written is what is read, written whole or not at all, and not believed when it is read."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import families
+import gguf_conversion
 import jax
 import jax.numpy as jnp
 import markov
@@ -29,6 +31,7 @@ from jaxinfer.params import Piece
 from jaxinfer.quantization.plan import Plan, Precision, Rule
 from jaxinfer.store import layouts, reader
 from jaxinfer.store.create import create, model_pieces, save
+from jaxinfer.store.export import export
 from jaxinfer.store.manifest import MANIFEST
 from jaxinfer.store.writer import StoreWriter, add_quality
 from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
@@ -123,6 +126,44 @@ def test_decoded_it_is_the_model_that_was_stored(family: str, tmp_path: pathlib.
     expected = load(folder, dtype="float32", progress=False).params
     assert same(load(out, dtype="float32", progress=False).params, expected)
     assert same(load(out, dtype="float32", packed=False, progress=False).params, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_i3_every_float_is_kept_to_the_bit(dtype: str, tmp_path: pathlib.Path) -> None:
+    """Trap I3: through Orbax and our reads of its chunks, arrays of more than 1 MB included."""
+    model = load(LLAMA, dtype=dtype, progress=False)
+    values = jax.random.bits(jax.random.key(0), (1 << 20,), jnp.uint16 if dtype != "float32" else jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(values, jnp.dtype(dtype)).reshape(-1, model.config.hidden_size)
+    config = dataclasses.replace(model.config, vocab_size=len(bits))
+    params = model.params.replace(embed_tokens=bits, lm_head=bits)
+    out = save(Model(config, params, None, model.dtype, model.name), tmp_path / "store")
+    assert same(load(out, dtype=dtype, progress=False).params, params)
+
+
+def test_i9_a_gguf_file_is_stored_as_it_is_loaded(tmp_path: pathlib.Path) -> None:
+    """Trap I9: rows of q and k in the model's order. Without a config.json there is no folder for other engines."""
+    source = gguf_conversion.convert(families.BY_NAME["llama"], tmp_path / "llama.gguf")
+    out = create(source, tmp_path / "store", dtype="float32")
+    expected, actual = (load(path, dtype="float32", progress=False) for path in (source, out))
+    assert same(actual.params, expected.params) and actual.config == expected.config
+    for path in (source, out):
+        with pytest.raises(ValueError, match=r"comes from a GGUF file, which has no config\.json; only --format store"):
+            export(path, tmp_path / "folder", progress=False)
+
+
+def test_i1_a_tied_head_that_was_quantised_is_one_of_its_own(tmp_path: pathlib.Path) -> None:
+    """Trap I1: in the store, decoded, and in a folder for other engines, whose configuration then unties it."""
+    folder = families.BY_NAME["gemma2"].folder
+    out = create(folder, tmp_path / "store", dtype="float32", plan=Plan((Rule(("lm_head",), Precision(8)),), "head"))
+    head = load(out, dtype="float32", progress=False).params.lm_head
+    assert isinstance(head, ScaledCodes)
+    values = np.asarray(head.codes, np.float32) * np.asarray(head.scales)[:, None]
+    assert not np.array_equal(values, load(folder, dtype="float32", progress=False).params.embed_tokens)
+    decoded = load(out, dtype="float32", packed=False, progress=False).params.lm_head
+    exported = export(out, tmp_path / "folder", progress=False)
+    assert json.loads((exported / "config.json").read_text())["tie_word_embeddings"] is False
+    for found in (decoded, load(exported, dtype="float32", progress=False).params.lm_head):
+        np.testing.assert_array_equal(found, values)
 
 
 def test_it_is_quantised_like_any_checkpoint(tmp_path: pathlib.Path) -> None:
