@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxinfer.planning.plan import MemoryPlan as MemoryPlan
     from jaxinfer.planning.plan import memory_plan as memory_plan
     from jaxinfer.quantization.api import quantize as quantize
+    from jaxinfer.quantization.calibration import Calibration as Calibration
     from jaxinfer.quantization.sensitivity import sensitivity as sensitivity
     from jaxinfer.quantization.sensitivity_table import Sensitivity as Sensitivity
     from jaxinfer.sampling_logprobs import Logprob as Logprob
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from jaxinfer.tokenization import Tokenizer as Tokenizer
 
 _MODULES = {
+    "Calibration": "jaxinfer.quantization.calibration",
     "CheckpointError": "checkpoints.errors",
     "Completion": "jaxinfer.outputs",
     "Delta": "jaxinfer.outputs",
