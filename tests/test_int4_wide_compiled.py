@@ -55,7 +55,7 @@ def test_products_are_not_serialised_and_nothing_is_spilled(rows: int, tmp_path:
         check=False,
     )
     assert answer.returncode == 0, answer.stderr[-3000:]
-    report = (tmp_path / "int4_matmul_wide_0.ptxas").read_text()
+    (report,) = [path.read_text() for path in tmp_path.glob("int4_matmul_wide_*.ptxas")]  # XLA numbers its kernels
     assert "Used" in report
     assert "serialized" not in report
     assert re.findall(r"(\d+) bytes spill", report) == ["0", "0"]
