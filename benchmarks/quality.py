@@ -22,7 +22,7 @@ import jax
 import jaxinfer as ji
 from benchmarks.harness import RESULTS, Recorder
 from jaxinfer.quantization.calibration import Calibration, Windows
-from jaxinfer.quantization.plan import resolve
+from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.quantization.report import Quality
 
 MODEL = "smollm2-135m-instruct"
@@ -40,6 +40,13 @@ def gap_closed(quality: Quality, baseline: Quality) -> float:
     """Share of the baseline's loss of log-likelihood that is not lost."""
     lost = math.log(baseline.perplexity / baseline.original_perplexity)
     return 1.0 - math.log(quality.perplexity / quality.original_perplexity) / lost
+
+
+def judged(original: ji.Model, plan: Plan, windows: Windows) -> tuple[ji.Model, Quality]:
+    """The original quantised by a plan, and how good it is on the evaluation windows."""
+    model = ji.quantize(original, plan, calibration=windows, progress=False)
+    assert model.quantization is not None and model.quantization.quality is not None
+    return model, model.quantization.quality
 
 
 def main() -> None:
@@ -67,10 +74,8 @@ def main() -> None:
     rows: list[tuple[str, float, Quality, float]] = []
     for plan in plans:
         start = time.perf_counter()
-        model = ji.quantize(original, plan, calibration=windows, progress=False)
+        model, quality = judged(original, plan, windows)
         seconds = time.perf_counter() - start
-        assert model.quantization is not None and model.quantization.quality is not None
-        quality = model.quantization.quality
         rows.append((plan.name, weight_bytes(model) / 1e6, quality, seconds))
         case: dict[str, object] = {
             "model": pathlib.Path(arguments.model).stem,

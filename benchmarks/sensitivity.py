@@ -13,15 +13,11 @@ import dataclasses
 import pathlib
 import time
 
-import jax
-import numpy as np
-
 import jaxinfer as ji
 from benchmarks.harness import RESULTS, Recorder
-from benchmarks.quality import MODEL, quantized, weight_bytes
+from benchmarks.quality import MODEL, judged, weight_bytes
 from jaxinfer.quantization.calibration import Calibration
 from jaxinfer.quantization.plan import Precision, uniform
-from jaxinfer.quantization.quality import measure
 
 GROUPS = (128, 64, 32)
 
@@ -39,11 +35,9 @@ def main() -> None:
     arguments = parser.parse_args()
     recorder = Recorder("quality", arguments.results)
     original = ji.load(arguments.model, dtype="bfloat16", packed=False)
-    judged = max(1, arguments.tokens // arguments.length)
-    texts = Calibration.bundled(samples=arguments.samples, length=arguments.length, evaluation_samples=judged)
+    rows = max(1, arguments.tokens // arguments.length)
+    texts = Calibration.bundled(samples=arguments.samples, length=arguments.length, evaluation_samples=rows)
     windows = texts.windows(original.tokenizer, original.config.max_position_embeddings)
-    evaluation = windows.evaluation
-    windows = dataclasses.replace(windows, evaluation=np.zeros((0, arguments.length), np.int32))
     for method in arguments.methods:
         start = time.perf_counter()
         candidates = [*(Precision(4, group, method=method) for group in GROUPS), Precision(8)]
@@ -63,12 +57,10 @@ def main() -> None:
         for name, proposal in ((f"chosen {method}", joined), (f"chosen {method}, separate", apart)):
             named.append(dataclasses.replace(proposal.plan, name=name))
         for plan in named:
-            model = quantized(original, plan, windows)
-            jax.block_until_ready(model.params)
-            quality = measure(model, original, evaluation)
+            model, quality = judged(original, plan, windows)
             print(f"{plan.name}: {quality}")
             recorder.record(
-                {"model": arguments.model, "plan": plan.name, "tokens": quality.num_tokens},
+                {"model": pathlib.Path(arguments.model).stem, "plan": plan.name, "tokens": quality.num_tokens},
                 {
                     "perplexity": (quality.perplexity, ""),
                     "original_perplexity": (quality.original_perplexity, ""),
