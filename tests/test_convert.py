@@ -231,7 +231,6 @@ def test_fused_tensors_keep_their_codes(tmp_path: pathlib.Path) -> None:
     ("format", "precision", "message"),
     [
         ("awq", Precision(8), "has 8 bits, AWQ has 4 bits for all"),
-        ("awq", Precision(4, 16, method="hqq"), "has minima in place of zero points"),
         ("compressed-tensors", Precision(4, 16, method="hqq"), "has minima in place of zero points"),
     ],
 )

@@ -222,7 +222,8 @@ def test_the_tokenizer_of_a_gguf_file_comes_along(tmp_path: pathlib.Path) -> Non
 def test_what_was_laid_out_for_another_kernel_is_repacked_with_a_notice(
     arrange: Callable[[PackedInt4], PackedInt4], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = load(LLAMA, dtype="bfloat16", quantize="int4", progress=False)
+    plan = Plan((Rule(("*.o_proj",), Precision(4, 16)),))
+    model = load(LLAMA, dtype="bfloat16", quantize=plan, progress=False)
     foreign = jax.tree.map(
         lambda leaf: arrange(jax.tree.map(np.asarray, leaf)) if isinstance(leaf, PackedInt4) else leaf,
         model.params,
@@ -233,9 +234,9 @@ def test_what_was_laid_out_for_another_kernel_is_repacked_with_a_notice(
         actual = load(out, dtype="bfloat16", progress=False)
     assert same(actual.params, model.params)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "8 weights are repacked for this device each time it is loaded, from layout" in message
-    decoded = load(out, dtype="float32", packed=False, progress=False).params.layers[0].down
-    np.testing.assert_array_equal(decoded, dequantize(model.params.layers[0].down))
+    assert "2 weights are repacked for this device each time it is loaded, from layout" in message
+    decoded = load(out, dtype="float32", packed=False, progress=False).params.layers[0].o
+    np.testing.assert_array_equal(decoded, dequantize(model.params.layers[0].o))
 
 
 def test_an_older_layout_is_repacked_by_what_undid_it(
