@@ -97,7 +97,7 @@ class TieredBatch(Batch):
             needed = self.rules.room(num_tokens, self.limits.decode_chunk)
             whole = TierPools(
                 *(
-                    min(bucket(pages, MIN_PAGES), most) if pages else 0
+                    min(bucket(pages, MIN_PAGES), most)  # not 0 before there are any: that would be another program
                     for pages, most in zip(dataclasses.astuple(needed), dataclasses.astuple(whole), strict=True)
                 )
             )
