@@ -134,6 +134,9 @@ class SamplingState:
         return dataclasses.replace(self, penalties=dataclasses.replace(self.penalties, output_counts=counts))
 
 
+_PADDING = SamplingParams(temperature=0.0)
+
+
 def request_seed(params: SamplingParams) -> int:
     """The request's own seed, or one from the system's entropy; ask once a request and keep the answer."""
     return secrets.randbits(64) if params.seed is None else params.seed
@@ -187,7 +190,7 @@ def build_sampling_state(
     if variant | needed != variant:
         raise ValueError(f"{variant} does not serve this batch, which needs {needed}; unite them with |")
 
-    rows = [*params, *[SamplingParams(temperature=0.0)] * (batch_size - num_rows)]
+    rows = [*params, *[_PADDING] * (batch_size - num_rows)]
 
     def column(name: str, dtype: type[np.generic]) -> np.ndarray:
         return np.array([getattr(row, name) for row in rows], dtype)

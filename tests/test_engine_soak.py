@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.soak import Soak
 from jaxinfer.engine.sequence import Sequence
+from jaxinfer.scoring import score
 
 
 def live_bytes() -> int:
@@ -31,6 +32,29 @@ def test_nothing_is_lost_mixed_up_or_left_behind(caplog: pytest.LogCaptureFixtur
         soak.drain()
         assert engine.metrics().preemptions > 10
         assert soak.totals.ended.keys() >= {"length", "abort", "error"}
+
+
+def test_the_same_with_a_host_tier_and_scoring_in_between(caplog: pytest.LogCaptureFixture) -> None:
+    """Pages of preempted sequences and of scored prompts go to the host and back all the time."""
+    caplog.set_level(logging.ERROR, "jaxinfer")
+    prompts = [cases.prompt(1 + 7 * index % 50, index) for index in range(24)]
+    answer = [5, 7, 11]
+    scores = {tuple(prompt): score(cases.model(), prompt, [answer])[0].logprob for prompt in prompts[:4]}
+    with cases.engine(host_pages=30) as engine:
+        soak = Soak(engine, prompts)
+        for number in range(200):
+            soak.round()
+            if number % 10 == 0:
+                prompt = prompts[number // 10 % 4]
+                (got,) = engine.score(prompt, [answer], progress=False)
+                assert got.logprob == pytest.approx(scores[tuple(prompt)], abs=1e-4)
+                for delta in engine._news:  # of rounds that scoring took
+                    soak.hear(delta)
+                engine._news.clear()
+        soak.drain()
+        metrics = engine.metrics()
+        assert metrics.pages_restored > 100
+        assert (metrics.pages_owned, metrics.host_pages_used) == (0, 30)
 
 
 def test_sequence_that_comes_back_to_its_slot_has_its_new_pages_in_the_table() -> None:

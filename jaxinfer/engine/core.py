@@ -266,7 +266,7 @@ class EngineCore:
         if delta.finish_reason is not None:
             self._meter.add_finished(job.clocks[index], delta.finish_reason)
         (self._news if job.mailbox is None else job.mailbox).append(delta)
-        if job.finished:
+        if delta.finish_reason is not None and job.finished:
             self._jobs.pop(job.request_id, None)
         if job.callback is not None:
             try:

@@ -143,6 +143,7 @@ class Scheduler:
                     break
                 try:
                     sequence.pages += self.pool.allocate(wanted)
+                    break
                 except OutOfPages:
                     victim = self.running[-1]
                     self._preempt(victim)
