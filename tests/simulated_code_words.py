@@ -24,10 +24,6 @@ class SimulatedCodeWords:
             picked[:, i] = np.where(nibble & 8, np.where(byte & 128, 255, 0), byte)
         return picked.view(np.int32)[:, 0]
 
-    def bytes_to_pairs(self, word: np.ndarray) -> tuple[np.ndarray, ...]:
-        numbers = self._octets(word).view(np.int8).astype(np.float32)
-        return self._pairs_word(numbers[:, [0, 2]]), self._pairs_word(numbers[:, [1, 3]])
-
     def subtract_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return self._pairs_word(self._numbers(a) - self._numbers(b))
 

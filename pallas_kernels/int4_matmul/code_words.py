@@ -11,6 +11,16 @@ from pallas_kernels.paged_attention.warp import Value, Words
 PAIR_OF_128 = 0x43004300  # two bfloat16
 
 
+def bytes_to_pairs(w: Any, word: Any) -> list[Any]:
+    """Four int8 -> words of two bfloat16: of bytes 0 and 2, of bytes 1 and 3."""
+    pairs = []
+    for shift in (0, 8):
+        # The highest bit is the lowest of the exponent: 128 becomes 256.
+        rest, sign = (w.masked(word, mask, shift=shift, ones=PAIR_OF_128) for mask in (0x007F007F, 0x00800080))
+        pairs.append(w.subtract_pairs(rest, sign))
+    return pairs
+
+
 class CodeWords:
     """Emits at MLIR's current insertion point; a part of `Int4Warp`. The tests have a NumPy twin."""
 
@@ -24,16 +34,6 @@ class CodeWords:
         if isinstance(selector, int):
             return self._word(f"prmt.b32 $0, $1, $2, {selector:#x};", a, b)
         return self._word("prmt.b32 $0, $1, $2, $3;", a, b, selector)
-
-    def bytes_to_pairs(self, word: Value) -> Words:
-        """Four int8 -> words of two bfloat16: of bytes 0 and 2, of bytes 1 and 3."""
-        pairs = []
-        for shift in (0, 8):
-            # The highest bit is the lowest of the exponent: 128 becomes 256.
-            rest = self.masked(word, 0x007F007F, shift=shift, ones=PAIR_OF_128)
-            sign = self.masked(word, 0x00800080, shift=shift, ones=PAIR_OF_128)
-            pairs.append(self.subtract_pairs(rest, sign))
-        return tuple(pairs)
 
     def subtract_pairs(self, a: Value, b: Value) -> Value:
         return self._word("sub.rn.bf16x2 $0, $1, $2;", a, b)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.int4_matmul.book import Book
+from pallas_kernels.int4_matmul.code_words import bytes_to_pairs
 from pallas_kernels.int4_matmul.packing import COLUMNS, Kind, steps_per_run
 from pallas_kernels.int4_matmul.plan import Plan
 
@@ -53,7 +54,7 @@ class Halves:
 
     def _operand(self, words: Sequence[Any], step: int) -> Sequence[Any]:
         if self.plan.bits == 8:
-            upper, lower = (self.w.bytes_to_pairs(word) for word in words[2 * step : 2 * step + 2])
+            upper, lower = (bytes_to_pairs(self.w, word) for word in words[2 * step : 2 * step + 2])
             return upper[0], lower[0], upper[1], lower[1]
         return (self.w.codes if self._book is None else self._book.numbers)(words[step])
 

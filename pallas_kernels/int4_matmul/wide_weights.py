@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.int4_matmul.book import Book
+from pallas_kernels.int4_matmul.code_words import bytes_to_pairs
 from pallas_kernels.int4_matmul.mosaic import Arguments
 
 NONE, EIGHT = 0x43004300, 0x43084308  # two bfloat16 of 128, of 128 + 8
@@ -62,7 +63,7 @@ class RowPair:
     def _codes(self, words: Sequence[Any]) -> Sequence[Any]:
         """Pairs of 128 + code, of the code book's numbers, or of a code of 8 bits less 128."""
         if self.bits == 8:
-            upper, lower = (self.w.bytes_to_pairs(word) for word in words)
+            upper, lower = (bytes_to_pairs(self.w, word) for word in words)
             return upper[0], lower[0], upper[1], lower[1]
         return self.w.codes(words[0]) if self.book is None else self.book.numbers(words[0])
 
