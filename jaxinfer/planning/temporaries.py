@@ -16,7 +16,6 @@ from jaxinfer.batch import MIN_PREFILL, PAGE_SIZE, Limits, bucket, pages_for, pl
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.layers.attention import KEYS_AT_ONCE
-from jaxinfer.layers.chunk_attention import PREFIX_AT_ONCE
 from jaxinfer.loop import DecodeState, decode_chunk
 from jaxinfer.planning.weights import largest
 from jaxinfer.sampling_params import SamplingParams
@@ -72,13 +71,14 @@ def estimate(config: ModelConfig, params: Params, dtype: jnp.dtype, work: Work, 
     tokens, item = work.prefill_rows * work.chunk, dtype.itemsize
     hidden, ff = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    chunk = min(PREFIX_AT_ONCE, pages_for(work.context) * PAGE_SIZE)
     if backend == "cpu":
         widths = [hidden + 3 * ff, 2 * hidden]
     else:
-        widths = [3 * hidden + 3 * ff, 3 * hidden + 2 * (q + 2 * kv)]
+        # Where q and k have norms, the projections wait for the layer's end to be written to the cache.
+        waiting = 0 if config.qk_norm == "none" else q + 3 * kv
+        widths = [3 * hidden + 3 * ff + waiting, 3 * hidden + 2 * (q + 2 * kv)]
         if work.continues:
-            widths.append(2 * hidden + 4 * q + 2 * kv * chunk // work.chunk)
+            widths.append(2 * hidden + 4 * q)
     most = tokens * item * max(widths)
     if backend == "cpu" or config.attention_softcap is not None or config.head_dim > 256:
         # Attention written out: scores in float32, and the weights made of them.
@@ -101,8 +101,8 @@ def compiled(
 ) -> Temporaries:
     """As XLA's compiler says, for this process's device, of programs with a few layers and no weights.
 
-    Layers are unrolled and take turns in the same room, so the first layers of each kind say it all (`num_layers`: so
-    many instead). A few seconds a program.
+    Layers are unrolled and take turns in the same room (`decoder.MANY_TOKENS` sees to that), so the first layers of
+    each kind say it all (`num_layers`: so many instead). A few seconds a program.
     """
     kept = representative_layers(config, params) if num_layers is None else list(range(num_layers))
     thin = dataclasses.replace(config, layers=tuple(config.layers[index] for index in kept))

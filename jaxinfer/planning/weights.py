@@ -7,6 +7,7 @@ groups and padding is what the loader itself would do.
 import collections
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -97,6 +98,7 @@ def _by_plan(spec: ParamSpec, storage: Storage, target: Target) -> Any:
     return parts[0] if len(parts) == 1 else StackedOutputs(tuple(parts))
 
 
+@functools.lru_cache(maxsize=256)
 def _codes(shape: tuple[int, int], precision: Precision) -> Any:
     """What `quantize_weight` makes of a weight of that shape."""
     weight, moments = jax.ShapeDtypeStruct(shape, jnp.float32), None
@@ -148,7 +150,13 @@ def _on_device(weight: Any, target: Target) -> Any:
         return StackedOutputs(tuple(_on_device(part, target) for part in weight.parts))
     if isinstance(weight, PermutedInputs):
         return PermutedInputs(_on_device(weight.weight, target), weight.permutation)
-    return jax.eval_shape(target.kernel_layout, weight) if isinstance(weight, Packed) else weight
+    return _laid_out(weight, target) if isinstance(weight, Packed) else weight
+
+
+@functools.lru_cache(maxsize=256)
+def _laid_out(weight: Any, target: Target) -> Any:
+    """Codes in the order that the device's kernel reads; a model has few different ones."""
+    return jax.eval_shape(target.kernel_layout, weight)
 
 
 class _Unread(QuantizedTensor):
