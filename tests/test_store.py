@@ -35,7 +35,7 @@ from jaxinfer.store.export import export
 from jaxinfer.store.manifest import MANIFEST
 from jaxinfer.store.writer import StoreWriter, add_quality
 from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
-from pallas_kernels.int4_matmul import PackedInt4, PackedInt8, dequantize, to_mosaic, to_triton
+from pallas_kernels.int4_matmul import PackedInt4, PackedInt8, dequantize, int8_to_mosaic, to_mosaic, to_triton
 
 LLAMA = families.BY_NAME["llama"].folder
 MIXED = Plan(
@@ -237,6 +237,15 @@ def test_what_was_laid_out_for_another_kernel_is_repacked_with_a_notice(
     assert "2 weights are repacked for this device each time it is loaded, from layout" in message
     decoded = load(out, dtype="float32", packed=False, progress=False).params.layers[0].o
     np.testing.assert_array_equal(decoded, dequantize(model.params.layers[0].o))
+
+
+def test_codes_of_8_bits_for_another_kernel_are_repacked(tmp_path: pathlib.Path) -> None:
+    case = quantized_checkpoints.make("gptq 8 bits", tmp_path)
+    model = load(case.quantized, dtype="bfloat16", packed=True, progress=False)
+    layer = model.params.layers[0]
+    foreign = model.params.replace(layers=[layer.replace(o=int8_to_mosaic(jax.tree.map(np.asarray, layer.o)))])
+    out = save(Model(model.config, foreign, None, model.dtype, model.name), tmp_path / "store")
+    assert same(load(out, dtype="bfloat16", progress=False).params, model.params)
 
 
 def test_an_older_layout_is_repacked_by_what_undid_it(
