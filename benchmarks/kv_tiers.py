@@ -211,13 +211,18 @@ def forward(
     return hidden, after
 
 
-def hidden_states(model: ji.Model, windows: np.ndarray, kind: str) -> jax.Array:
-    """[rows, tokens, hidden] of windows computed through a cache of that kind."""
+def window_pages(model: ji.Model, windows: np.ndarray, kind: str) -> Pages:
+    """A cache of that kind for windows [rows, tokens], of which `CHUNK` tokens are computed at a time."""
     rows, length = windows.shape
     limits = Limits(prefill_chunk=CHUNK, prefill_tokens=rows * CHUNK, decode_chunk=CHUNK)
-    pages = Pages(model.config, kind, model.dtype, rows, length, limits)
+    return Pages(model.config, kind, model.dtype, rows, length, limits)
+
+
+def hidden_states(model: ji.Model, windows: np.ndarray, kind: str) -> jax.Array:
+    """[rows, tokens, hidden] of windows computed through a cache of that kind."""
+    pages = window_pages(model, windows, kind)
     cache, hidden = pages.create(), []
-    for start in range(0, length, CHUNK):
+    for start in range(0, windows.shape[1], CHUNK):
         cache, _ = pages.append(cache, CHUNK)
         arrays = (jnp.asarray(windows[:, start : start + CHUNK]), jnp.int32(start), pages.table())
         some, cache = forward(model.params, cache, *arrays, config=model.config, from_empty=start == 0)
@@ -237,16 +242,16 @@ def measure_quality(recorder: Recorder, model: ji.Model, name: str, windows: np.
         parts = head_statistics(hidden, original, weight, weight, tokens, config=model.config)
         surprise, _, divergence, same = (np.asarray(part).reshape(rows, length - 1) for part in parts)
         late = slice(3 * length // 4, None)
-        kv = tiers.resolve(kind)
+        cache = jax.eval_shape(window_pages(model, windows, kind).create)
+        num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
         metrics = {
+            "cache_bytes_per_token": (num_bytes / windows.size, "B"),
             "perplexity": (float(np.exp(surprise.mean())), ""),
             "kl_mean": (float(divergence.mean()), "nats"),
             "agreement": (float(same.mean()), "of tokens"),
             "late_perplexity": (float(np.exp(surprise[:, late].mean())), ""),
             "late_kl_mean": (float(divergence[:, late].mean()), "nats"),
         }
-        if not isinstance(kv, TieredKV):
-            metrics["bytes_per_token"] = (kv_cache.bytes_per_token(model.config, kv), "B")
         recorder.record({"model": name, "kv": kind, "windows": rows, "tokens": length}, metrics)
 
 
