@@ -24,10 +24,11 @@ import quantized_checkpoints
 from tokenizer_training import gguf_metadata
 
 from checkpoints.errors import CheckpointError
-from jaxinfer.generation import logits
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.model import Model, inspect, load
 from jaxinfer.params import Piece
+from jaxinfer.quantization.api import quantize
+from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.plan import Plan, Precision, Rule
 from jaxinfer.store import layouts, reader
 from jaxinfer.store.create import create, model_pieces, save
@@ -94,6 +95,23 @@ def test_quality_is_kept_and_replaced(copy: pathlib.Path) -> None:
     for report in ({"perplexity": 11.5, "layers": [{"name": "layers.0.o_proj", "error": 0.25}]}, {"kl_mean": 0.125}):
         add_quality(copy, report)
         assert reader.Store(copy).manifest.quality == report
+
+
+def test_quantising_into_a_store_keeps_plan_and_report(tmp_path: pathlib.Path) -> None:
+    """By a calibrated method, layer by layer; what `load` gives is what `quantize` gives without a store."""
+    ids = np.arange(24, dtype=np.int32).reshape(3, 8)
+    windows = Windows(ids[:2], ids[2:], "ids")
+    plan = Plan((Rule(("layers.*.o_proj",), Precision(4, 16, method="gptq")),), "o")
+    expected = quantize(LLAMA, plan, calibration=windows, dtype="bfloat16", progress=False)
+    out = tmp_path / "store"
+    returned = quantize(LLAMA, plan, calibration=windows, dtype="bfloat16", out=out, progress=False)
+    assert same(returned.params, expected.params)
+    assert returned.quantization == load(out, progress=False).quantization == expected.quantization is not None
+    assert returned.quantization is not None and returned.quantization.quality is not None
+    again = quantize(load(LLAMA, dtype="bfloat16", progress=False), "int8", out=tmp_path / "loaded")
+    assert same(load(tmp_path / "loaded", dtype="bfloat16", progress=False).params, again.params)
+    with pytest.raises(FileExistsError):
+        quantize(LLAMA, "int8", out=out)
 
 
 def test_orbax_restores_it(mixed: pathlib.Path) -> None:
@@ -173,10 +191,14 @@ def test_it_is_quantised_like_any_checkpoint(tmp_path: pathlib.Path) -> None:
 
 
 def test_decoded_codes_are_their_values(mixed: pathlib.Path) -> None:
-    tokens = families.BY_NAME["llama"].tokens[:1, :8]
-    packed = np.asarray(logits(load(mixed, dtype="float32", progress=False), tokens))
-    decoded = np.asarray(logits(load(mixed, dtype="float32", packed=False, progress=False), tokens))
-    np.testing.assert_allclose(decoded, packed, rtol=0, atol=1e-4)
+    """Symmetric codes, minima, and int8 rows of a weight of several kinds."""
+    packed, decoded = (load(mixed, dtype="float32", packed=p, progress=False).params.layers[1] for p in (True, False))
+    np.testing.assert_array_equal(decoded.o, dequantize(packed.o))
+    np.testing.assert_array_equal(decoded.down, dequantize(packed.down))
+    codes, scales = packed.qkv.parts[1].codes, packed.qkv.parts[1].scales
+    np.testing.assert_array_equal(
+        decoded.qkv[-len(scales) :], np.asarray(codes, np.float32) * np.asarray(scales)[:, None]
+    )
 
 
 def test_a_store_of_a_store_and_of_a_loaded_model(mixed: pathlib.Path, tmp_path: pathlib.Path) -> None:
