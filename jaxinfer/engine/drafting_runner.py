@@ -44,6 +44,8 @@ class DraftingRunner(Runner):
         """Most tokens that a slot's sequence has and the draft has not seen, at first with those in filled pages."""
         self._is_new = [False] * slots
         """Whether the draft has seen nothing of a slot's sequence but what was in its pages before."""
+        self._num_noted = [0] * slots
+        """Leading pages of a slot's sequence that are known to be filled."""
         super().__init__(model, settings)
 
     def reset(self) -> None:
@@ -89,12 +91,12 @@ class DraftingRunner(Runner):
             history[row, : len(sequence.tokens)] = sequence.tokens
             coupled[row] = requests[sequence].params.seed is not None
             self._unseen[sequence.slot] = len(sequence.tokens) if self.draft.has_own_cache else 0
-            self._is_new[sequence.slot] = True
+            self._is_new[sequence.slot], self._num_noted[sequence.slot] = True, 0
         self.drafting = self.programs.get(Size("seat", rows=rows))(self.drafting, slots, history, coupled)
         return super()._start(logits, started, requests)
 
     def _decode(self, plan: Plan) -> Iterator[Work]:
-        if plan.chunk.num_drafted:
+        if plan.chunk.num_drafted and self.draft.has_own_cache:
             yield from self._catch_up(plan.decode)
         yield from super()._decode(plan)
         if self.draft.has_own_cache and not plan.chunk.num_drafted:
@@ -154,7 +156,10 @@ class DraftingRunner(Runner):
         for sequence in sequences:
             # Of what the host knows, the newest token is not in the cache, and the one before it may not have been
             # through the draft yet: a step that accepts all it drafted leaves the last of them to the next.
-            self.filled.update(sequence.pages[: max(sequence.num_certain - 1, 0) // page_size])
+            noted, full = self._num_noted[sequence.slot], max(sequence.num_certain - 1, 0) // page_size
+            if full > noted:
+                self.filled.update(sequence.pages[noted:full])
+                self._num_noted[sequence.slot] = full
 
     def _known(self, sequence: Track) -> int:
         """Leading tokens whose pages the draft has filled."""
