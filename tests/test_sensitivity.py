@@ -212,6 +212,8 @@ def test_budgets_in_bytes_bits_and_plans():
         found.propose(75), plan=dataclasses.replace(found.propose(75).plan, name="least loss in 6 bits")
     )  # 200 bytes in 16 bits are 100 weights
     assert found.propose("int4").num_bytes == 50
+    assert found.propose(75).counts == {"int8": 1, str(COARSE): 1}
+    assert found.evaluate("int4").counts == {str(COARSE): 2}
     assert found.propose(PRESETS["int8"]).divergence == 2.0
     left = found.propose("1GB").plan
     assert [left.precision(name) for name in found.names] == [None, None]

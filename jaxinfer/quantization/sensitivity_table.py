@@ -1,5 +1,6 @@
 """The table that `jaxinfer.sensitivity` fills in: a heat map, and the plan of least loss in a given room."""
 
+import collections
 import dataclasses
 import os
 import pathlib
@@ -27,11 +28,15 @@ AS_IT_IS = Precision(16)
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A plan, its bytes of weights (of those measured), and the sum of the KL divergences of its weights, in nats."""
+    """A plan, its bytes of weights (of those measured), and the sum of the KL divergences of its weights, in nats.
+
+    `counts` are the numbers of weights by precision.
+    """
 
     plan: Plan
     num_bytes: int
     divergence: float
+    counts: Mapping[str, int]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as TOML, which `quantize` and `--quantize` read."""
@@ -84,6 +89,7 @@ class Sensitivity:
             plan_of(precisions, f"least loss in {budget.name if isinstance(budget, Plan) else budget}"),
             sum(size[option] for _, size, option in picked),
             float(sum(loss[option] for loss, _, option in picked)),
+            _counts(precisions.values()),
         )
 
     def evaluate(self, plan: str | os.PathLike[str] | Plan) -> Proposal:
@@ -101,7 +107,8 @@ class Sensitivity:
             column = self.precisions.index(precision)
             total += int(self.sizes[row, column])
             divergence += float(self.divergences[row, column])
-        return Proposal(plan, total, divergence)
+        counts = _counts(plan.precision(name) or AS_IT_IS for name in self.names)
+        return Proposal(plan, total, divergence, counts)
 
     def _budget(self, budget: int | str | Plan) -> int:
         if isinstance(budget, Plan):
@@ -197,6 +204,10 @@ class Sensitivity:
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
+
+
+def _counts(precisions: Iterable[Precision]) -> dict[str, int]:
+    return dict(collections.Counter(map(str, precisions)).most_common())
 
 
 def plan_of(precisions: Mapping[str, Precision], name: str) -> Plan:
