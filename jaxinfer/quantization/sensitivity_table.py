@@ -43,10 +43,8 @@ class Proposal:
         pathlib.Path(path).write_text(to_toml(self.plan), encoding="utf-8")
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{rule.precision}: {len(rule.weights)}" for rule in self.plan.rules)
-        return (
-            f"{self.plan.name}: {self.num_bytes / 1e6:.2f} MB, KL {self.divergence:.4f} expected; weights in {counts}"
-        )
+        counts = ", ".join(f"{count} in {precision}" for precision, count in self.counts.items())
+        return f"{self.plan.name}: {self.num_bytes / 1e6:.2f} MB, KL {self.divergence:.4f} expected; weights: {counts}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
