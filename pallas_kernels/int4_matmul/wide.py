@@ -139,25 +139,6 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
             source, place = offset + i * plan.column_tiles * plan.tile_bytes, plan.x_bytes + plan.words_bytes * i
             w.copy_or_clear(base + thread * 16, a.weights.words, source, inside, None, place)
 
-    def bulk_words(step: Any, base: Any, full: Any) -> None:
-        """A copy for each strip, issued by lanes of all four warps: a copy holds up the lane that issues it."""
-        each = plan.block_strips // (PRODUCERS // 32)
-        within = thread // 32 * each + w.lane
-        strip = part.first_strip + within
-        if ragged:  # in place of strips that do not exist the last one again
-            strip = w.select(strip < plan.strips, strip, w.integer(plan.strips - 1))
-        source = strip * (plan.column_tiles * plan.tile_bytes) + step * plan.words_bytes
-        place, mine = within * plan.words_bytes + base + plan.x_bytes, w.lane < each
-        for nbytes, now in sizes(step):
-            w.copy_to_cluster(place, a.weights.words, source, nbytes, full, 1, mine if now is None else mine & now)
-
-    def sizes(step: Any) -> list[tuple[int, Any]]:
-        """Bytes of a strip's words, and at which steps: the last one may have half of them."""
-        if plan.column_tiles % (STAGE // COLUMNS) == 0:
-            return [(plan.words_bytes, None)]
-        whole = step < plan.steps - 1
-        return [(plan.words_bytes, whole), (plan.words_bytes // 2, w.integer(plan.steps - 1) <= step)]
-
     def rows(array: Any, itemsize: int, start: int, step: Any, base: Any) -> None:
         chunks = plan.segments * itemsize  # of a strip
         first_group = step * STAGE // plan.group_size
@@ -178,18 +159,10 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
         step, base = part.first_step + index, slot * plan.stage_bytes
         full = slot * 8 + plan.full_barriers
         w.barrier_wait(slot * 8 + plan.empty_barriers, parity)
-        if schedule.bulk:
-            for nbytes, now in sizes(step):
-                expected = plan.x_bytes + plan.block_strips * nbytes
-                w.expect_bytes(full, expected, leader if now is None else leader & now)
-        else:
-            w.expect_bytes(full, plan.x_bytes, leader)
+        w.expect_bytes(full, plan.x_bytes, leader)
         source = (part.token_tile * plan.steps + step) * plan.x_bytes + mine
         w.copy_to_cluster(base + mine, a.x, source, share, full, schedule.cluster, leader)
-        if schedule.bulk:
-            bulk_words(step, base, full)
-        else:
-            words(step, base)
+        words(step, base)
         rows(a.weights.scales, plan.scale_bytes, plan.scales_start, step, base)
         if plan.offset_bytes:
             rows(a.weights.offsets, plan.offset_bytes, plan.offsets_start, step, base)

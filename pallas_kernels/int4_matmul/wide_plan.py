@@ -40,7 +40,6 @@ class WideSchedule:
     cluster: int = 1
     stages: int = 4
     blocks: int = 132
-    bulk: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
