@@ -25,6 +25,7 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks.harness import RESULTS, Recorder, read_rate
 from benchmarks.kernels_int4 import BF16, DOWN, ROTATED_BYTES, UP, Case, inputs, random_weight, timed, weights_of
 from pallas_kernels.int4_matmul import PackedInt4, wide, wide_tuning
+from pallas_kernels.int4_matmul.plan import PLAIN
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
 SHAPES = {"up": UP, "down": DOWN, "o": (4096, 4096), "qkv": (4096, 6144), "gate_up": (4096, 28672)}
@@ -66,7 +67,7 @@ def cublas_us(rows: int, k: int, n: int) -> float:
 def run(recorder: Recorder, rate: float, rows: int, shape: str, schedule: WideSchedule) -> None:
     k, n = SHAPES[shape]
     weights = weights_of(k, n, 128, "zero_point")
-    x, expected = inputs(rows, k, n, 128, "zero_point")
+    x, _, expected = inputs(rows, k, n, 128, "zero_point", PLAIN)
     plan = WidePlan.of(rows, weights[0], schedule)
 
     @jax.jit  # traced and lowered once, however often the timed function calls it

@@ -19,6 +19,7 @@ import jax
 from benchmarks.harness import RESULTS, Recorder
 from benchmarks.kernels_int4 import BF16, DOWN, UP, inputs, timed, weights_of
 from pallas_kernels.int4_matmul import wide
+from pallas_kernels.int4_matmul.plan import PLAIN
 from pallas_kernels.int4_matmul.wide_plan import WideSchedule
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
@@ -70,7 +71,7 @@ def main() -> None:
         if time.perf_counter() - started > arguments.seconds:
             print(f"{k} {n} without {part}: left out, the time is up", flush=True)
             continue
-        weights, (x, _) = weights_of(k, n, 128, "zero_point"), inputs(ROWS, k, n, 128, "zero_point")
+        weights, (x, *_) = weights_of(k, n, 128, "zero_point"), inputs(ROWS, k, n, 128, "zero_point", PLAIN)
 
         def products(x: jax.Array, weights: Any, schedule: WideSchedule = schedule) -> list[jax.Array]:
             return [wide.partial_sums(x, w, schedule=schedule, out_dtype=BF16) for w in weights]
