@@ -130,6 +130,11 @@ def test_kernel_is_refused_with_a_reason(monkeypatch) -> None:
     assert "page size" in str(paged_chunk.kernel_refusal(query, [jnp.zeros((2, 1, 8, 64), jnp.int8)]))
     monkeypatch.setenv("JAXINFER_KERNELS", "triton")
     assert paged_chunk.kernel_refusal(query, pools) == "JAXINFER_KERNELS asks for triton"
+    monkeypatch.setattr(paged_chunk, "mosaic_refusal", lambda *_: None)
+    monkeypatch.setenv("JAXINFER_KERNELS", "mosaic")
+    assert paged_chunk.kernel_refusal(query, pools) is None
+    monkeypatch.delenv("JAXINFER_KERNELS")
+    assert "has not run on a GPU yet" in str(paged_chunk.kernel_refusal(query, pools))
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")

@@ -48,6 +48,7 @@ from jaxinfer.speculative.proposer import Wanted
 from pallas_kernels import dispatch
 
 program, batch, kv, backend = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+os.environ["JAXINFER_KERNELS"] = backend
 if backend == "triton":
     import functools, jax_triton
     from pallas_kernels import triton_backend
@@ -55,7 +56,6 @@ if backend == "triton":
     jax_triton.triton_call = functools.partial(jax_triton.triton_call, compute_capability=90)
     triton_backend.refusal = lambda: None
     triton_backend.multiprocessors, triton_backend.capability = lambda: 132, lambda: "9.0"
-    os.environ["JAXINFER_KERNELS"] = "triton"
 for module in list(sys.modules.values()):
     if getattr(module, "hopper_refusal", None) is dispatch.hopper_refusal and module is not dispatch:
         module.hopper_refusal = lambda: None
