@@ -123,10 +123,12 @@ class PackedReader:
         if not self.only_for_kernel:
             return None
         try:
-            read = (self.kernel_layout or to_kernel_layout)(packed_rows(codes)).layout != "canonical"
+            layout = (self.kernel_layout or to_kernel_layout)(packed_rows(codes)).layout
         except ValueError as error:  # JAXINFER_KERNELS names a kernel that does not read this kind
             return str(error)
-        return None if read else "no kernel of this device reads them"
+        if layout == "mosaic" and (codes.bits == 8 or codes.book is not None):
+            return "their kernel has not run on a GPU yet, so they stay packed only with packed=True"
+        return None if layout != "canonical" else "no kernel of this device reads them"
 
 
 def random_packed(key: jax.Array, shape: tuple[int, int], precision: Precision) -> PackedInt4 | ScaledCodes:

@@ -109,7 +109,10 @@ def test_a_fused_weight_of_different_kinds_is_stacked(tmp_path: pathlib.Path) ->
 
 
 def test_the_default_packs_what_a_kernel_reads(tmp_path: pathlib.Path, monkeypatch) -> None:
-    """On a Hopper GPU and in bfloat16 all but 8-bit floats in blocks; on this CPU nothing."""
+    """On a Hopper GPU and in bfloat16 linear codes of 4 bits; on this CPU nothing.
+
+    Code books and 8-bit codes in groups only where it is asked for, until their kernels have run on a GPU.
+    """
     case = checkpoints_of.make("awq gemm", tmp_path / "a")
     book, int8 = checkpoints_of.make("nf4", tmp_path / "b"), checkpoints_of.make("gptq 8 bits", tmp_path / "d")
     blocks = checkpoints_of.make("fp8 blocks", tmp_path / "e")
@@ -118,9 +121,16 @@ def test_the_default_packs_what_a_kernel_reads(tmp_path: pathlib.Path, monkeypat
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     monkeypatch.setattr("pallas_kernels.int4_matmul.triton_matmul.refusal", lambda *_: "not installed")
     monkeypatch.setattr("jaxinfer.checkpoint_weights.free_device_bytes", lambda: None)
-    expected = ((case, PackedInt4), (book, PackedInt4), (int8, PackedInt8), (blocks, jax.Array))
-    for checkpoint, kind in expected:
-        layer = load(checkpoint.quantized, dtype="bfloat16", progress=False).params.layers[0]
+    expected = (
+        (case, None, PackedInt4),
+        (book, None, jax.Array),
+        (int8, None, jax.Array),
+        (blocks, None, jax.Array),
+        (book, True, PackedInt4),
+        (int8, True, PackedInt8),
+    )
+    for checkpoint, packed, kind in expected:
+        layer = load(checkpoint.quantized, dtype="bfloat16", packed=packed, progress=False).params.layers[0]
         for field in FIELDS:
             weight = getattr(layer, field)
             assert isinstance(weight, kind)
