@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +156,8 @@ def piece_specs(config: ModelConfig, *, own_head: bool = False) -> Iterator[tupl
 
 def from_pieces(pieces: Iterable[Piece]) -> Params:
     """`Params` of all their pieces, which come in the order of `piece_specs`."""
-    (_, top), *layers = pieces
+    # Which kind of weight a field may hold is what `piece_specs` says, not the type of a piece.
+    (_, top), *layers = cast(Iterable[tuple[str, dict[str, Any]]], pieces)
     return Params(layers=[LayerParams(**fields) for _, fields in layers], **top)
 
 

@@ -172,7 +172,7 @@ def test_the_first_rule_that_names_a_weight_decides(tmp_path: pathlib.Path) -> N
         ({"rules": [{"weights": "*", "bit": 4}]}, r"p: rule 1 has \['bit'\]; expected weights, bits, group_size"),
         ({"rules": [{"weights": "*", "bits": 5}]}, "p: rule 1: bits is 5; expected 2, 3, 4, 8, 16"),
         ({"rules": [{"weights": "*", "group_size": 40}]}, "p: rule 1: group_size is 40; expected a multiple of 16"),
-        ({"rules": [{"weights": "*", "method": "exl2"}]}, "p: rule 1: method is 'exl2'; expected rtn or hqq or awq or gptq"),
+        ({"rules": [{"weights": "*", "method": "exl2"}]}, "p: rule 1: method is 'exl2'; expected rtn or hqq or awq"),
         ({"rules": [{"weights": "*", "symmetric": 1}]}, "p: rule 1: symmetric is 1; expected true or false"),
         ({"rules": [{"weights": "*", "symmetric": True, "method": "hqq"}]}, "hqq chooses a zero; symmetric must be"),
     ],
