@@ -140,3 +140,16 @@ def test_bundled_texts() -> None:
     assert repr(bundled).startswith(
         'Calibration("Alice\'s Adventures in Wonderland (bundled)", 1 documents, 2 for eval'
     )
+
+
+def test_lines_of_jsonl_end_with_line_feeds_alone(tmp_path: pathlib.Path) -> None:
+    """JSON may hold U+2028 and its like as they are; a byte order mark is no part of the first line."""
+    file = tmp_path / "texts.jsonl"
+    texts = [f"Document {k}.\u2028It goes on\u0085and on." for k in range(40)]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    file.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
+    calibration = Calibration.from_files(file)
+    assert sorted((*calibration.documents, *calibration.evaluation)) == sorted(texts)
+    file.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        Calibration.from_files(file)

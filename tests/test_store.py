@@ -34,6 +34,7 @@ from jaxinfer.store import layouts, reader
 from jaxinfer.store.create import create, model_pieces, save
 from jaxinfer.store.export import export
 from jaxinfer.store.manifest import MANIFEST
+from jaxinfer.store.unfinished import written_whole
 from jaxinfer.store.writer import StoreWriter, add_quality
 from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
 from pallas_kernels.int4_matmul import PackedInt4, PackedInt8, dequantize, int8_to_mosaic, to_mosaic, to_triton
@@ -359,6 +360,25 @@ def test_a_killed_write_is_told_of_and_cleared_away(tmp_path: pathlib.Path, capl
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
+def test_what_somebody_else_calls_unfinished_is_left_alone(tmp_path: pathlib.Path) -> None:
+    """Only folders that a write of ours has marked are removed; links are not followed."""
+    thesis, victim = tmp_path / "store.unfinished-thesis", tmp_path / "victim"
+    thesis.mkdir()
+    (thesis / "thesis.txt").write_text("years of work")
+    victim.mkdir()
+    (victim / "lock").touch()
+    (victim / "jaxinfer-writes-here").touch()
+    (tmp_path / "store.unfinished-link").symlink_to(victim)
+    with written_whole(tmp_path / "store") as folder:
+        (folder / "content").touch()
+    assert (thesis / "thesis.txt").read_text() == "years of work"
+    assert len(list(victim.iterdir())) == 2
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["content"]
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="dangling exists already"), written_whole(tmp_path / "dangling"):
+        pass
+
+
 # --- Damaged and hostile stores
 
 
@@ -390,6 +410,9 @@ HOSTILE = {
     "group": ((*QKV, "group_size"), 0, "codes have no shape or no group size"),
     "other group": ((*QKV, "group_size"), 8, "the arrays of layout canonical do not fit"),
     "layout": ((*QKV, "layout"), "cute", "there is no layout 'cute'"),
+    "layout of another type": ((*QKV, "layout"), {}, "there is no layout '{}'"),
+    "no array": ((*QKV, "offsets"), [], "offsets or book are no arrays"),
+    "window": (("config", "layers", 0, "window"), 2**31, "config has an impossible layers.window"),
     "codes": ((*QKV, "codes", "shape"), [48, 17], "the arrays of layout canonical do not fit"),
     "negative": ((*QKV, "codes", "shape"), [-48, 16], "an array has no shape of a weight"),
     "array dtype": ((*QKV, "scales", "dtype"), "complex64", "an array has no dtype of a weight"),

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _pairs(name: str) -> Iterator[tuple[Prompt, Prompt]]:
-    lines = sys.stdin if name == "-" else pathlib.Path(name).read_text(encoding="utf-8").splitlines()
+    lines = sys.stdin if name == "-" else pathlib.Path(name).read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

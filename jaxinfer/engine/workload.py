@@ -67,7 +67,7 @@ def read_workload(path: str | os.PathLike[str], model: Model, params: SamplingPa
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{os.fspath(path)} is not UTF-8 at byte {error.start}; save it as UTF-8") from error
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # JSON may hold other line ends as they are
         if not line.strip():
             continue
         where = f"{os.fspath(path)} line {number}"

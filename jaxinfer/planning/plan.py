@@ -19,6 +19,7 @@ from jaxinfer.planning.target import Target, target_for
 from jaxinfer.planning.temporaries import Temporaries, Work, compiled, estimate
 from jaxinfer.planning.weights import Storage, abstract_params, bytes_by_precision, loading_bytes, num_bytes
 from jaxinfer.quantization.plan import Plan, resolve
+from jaxinfer.speculative.ngram import MAX_DRAFTED
 
 if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -160,7 +161,14 @@ def memory_plan(
         params = abstract_params(found.path, config, storage, target)
     models = [Loaded(config, params, jnp.dtype(cache_dtype))]
     if draft is not None:
+        if not 1 <= num_drafted <= MAX_DRAFTED:
+            raise ValueError(f"num_drafted is {num_drafted}; a draft proposes 1 to {MAX_DRAFTED} tokens")
         other = inspect(draft, progress=progress)
+        if other.config.num_tokens != config.num_tokens:
+            raise ValueError(
+                f"{os.fspath(draft)} has {other.config.num_tokens} tokens and {os.fspath(path_or_name)} "
+                f"{config.num_tokens}; a draft needs the same ones"
+            )
         outline = abstract_params(other.path, other.config, Storage(weights_dtype), target)
         models.append(Loaded(other.config, outline, weights_dtype))
     spare = 0 if draft is None else num_drafted

@@ -65,6 +65,6 @@ def target_for(gpu_memory: int | str | None) -> Target:
 def parse_bytes(size: int | str) -> int:
     """Bytes in text such as "24GiB", "80 GB" or "25769803776". Raises ValueError for anything else."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
+    if match is None or match[2].upper() not in _UNITS or not 0 < float(match[1]) < 1e18:
         raise ValueError(f"{size!r} is no amount of memory; write it as 24GiB, 80GB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2].upper()])

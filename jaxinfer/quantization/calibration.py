@@ -42,6 +42,10 @@ class Windows:
     evaluation: Int32[np.ndarray, "evaluation_samples evaluation_tokens"]
     source: str
 
+    def __post_init__(self) -> None:
+        if len(self.evaluation) and self.evaluation.shape[1] < 2:
+            raise ValueError(f"{self.source}: evaluation text of one token, which nothing follows; give longer text")
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Calibration:
@@ -174,7 +178,8 @@ def _read(path: pathlib.Path) -> Iterator[Document]:
     if path.suffix != ".jsonl":
         yield text
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    # By line feeds alone: JSON may hold the other characters that end a line for `splitlines` as they are.
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
             yield _record(line, f"{path}: line {number}")
 
@@ -182,7 +187,7 @@ def _read(path: pathlib.Path) -> Iterator[Document]:
 def _record(line: str, where: str) -> Document:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     match record:
         case {"text": str(text)}:

@@ -63,6 +63,8 @@ def export(
                 raise CheckpointError(f"{os.fspath(source)}: {match.mismatch}")
             tensors = _Tensors(opened, checkpoint, match.sources, format, weights_dtype)
             tensors.write(folder, progress)
+            if format != "safetensors" and not tensors.schemes:
+                raise ValueError(f"{os.fspath(source)} has no codes to write as {format}; quantise it first")
             config_json |= {"dtype": str(weights_dtype), "tie_word_embeddings": not tensors.own_head}
             if any(scheme.act_order for scheme in tensors.schemes.values()):
                 log.warning(

@@ -157,7 +157,7 @@ def _check_config(config: ModelConfig, path: pathlib.Path) -> None:
         rope, window = layer.rope, layer.window
         if rope is not None and not (0 < rope.rotary_dim <= config.head_dim and rope.rotary_dim % 2 == 0):
             wrong.append("layers.rope.rotary_dim")
-        if window is not None and window < 1:
+        if window is not None and not 0 < window < MAX_FEATURES:
             wrong.append("layers.window")
     ids = (*config.eos_token_ids, *(() if config.bos_token_id is None else (config.bos_token_id,)))
     if any(not 0 <= token < MAX_FEATURES for token in ids):

@@ -118,7 +118,7 @@ def _abstract(description: Any, where: str) -> tuple[Any, dict[str, int]]:
             versions |= found
     if kind in CODES:
         layout, version = values["layout"], description["layout_version"]
-        if layout not in LAYOUT_VERSIONS or type(version) is not int:
+        if not isinstance(layout, str) or layout not in LAYOUT_VERSIONS or type(version) is not int:
             raise _damaged(where, f"there is no layout {str(layout)[:40]!r}")
         versions[str(layout)] = version
     return kind(**values), versions
@@ -188,6 +188,8 @@ def _check_packed(weight: Packed, version: int, where: str) -> None:
     if not sound or type(group) is not int or not 0 < group <= shape[1]:
         raise _damaged(where, "codes have no shape or no group size")
     offsets, book = weight.offsets, weight.book
+    if not all(array is None or _is_array(array) for array in (weight.codes, weight.scales, offsets, book)):
+        raise _damaged(where, "codes, scales, offsets or book are no arrays")
     if str(weight.scales.dtype) not in FLOATS or (offsets is not None and book is not None):
         raise _damaged(where, "codes have no scales, or offsets and a book")
     if offsets is not None and str(offsets.dtype) not in (*FLOATS, "uint8"):

@@ -15,6 +15,8 @@ log = logging.getLogger("jaxinfer")
 UNFINISHED = ".unfinished-"
 _LOCK = "lock"
 """Held by the process that writes: where it is free, the process has gone."""
+_MARK = "jaxinfer-writes-here"
+"""Is there while the lock is held: a folder without it is nobody's to remove, whatever its name."""
 
 
 @contextlib.contextmanager
@@ -31,9 +33,11 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     folder.chmod(0o777 & ~_umask())  # mkdtemp makes it for this user only
     lock = filelock.FileLock(folder / _LOCK)
     lock.acquire()
+    (folder / _MARK).touch()
     try:
         yield folder
         check_free(path)
+        (folder / _MARK).unlink()
         lock.release()
         (folder / _LOCK).unlink(missing_ok=True)
         folder.rename(path)
@@ -47,7 +51,7 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def check_free(path: pathlib.Path) -> None:
     """Raises FileExistsError unless a folder can be written to `path`: nothing is overwritten."""
-    if path.exists():
+    if os.path.lexists(path):  # a link to nothing too
         raise FileExistsError(f"{path} exists already; remove it, or write to another path")
 
 
@@ -55,9 +59,13 @@ def interrupted(path: pathlib.Path) -> list[pathlib.Path]:
     """What writes of this folder that never ended have left, or are still at."""
     if not path.name or not path.parent.is_dir():
         return []
-    return sorted(
-        folder for folder in path.parent.iterdir() if folder.name.startswith(path.name + UNFINISHED) and folder.is_dir()
-    )
+    named = (folder for folder in path.parent.iterdir() if folder.name.startswith(path.name + UNFINISHED))
+    return sorted(folder for folder in named if not folder.is_symlink() and _is_own(folder))
+
+
+def _is_own(folder: pathlib.Path) -> bool:
+    """Whether this module made it."""
+    return all((folder / name).is_file() and not (folder / name).is_symlink() for name in (_MARK, _LOCK))
 
 
 def remove_interrupted(path: pathlib.Path) -> None:
