@@ -87,7 +87,8 @@ def test_peak_memory_is_the_packed_model_and_the_largest_tensor(kind: str, how: 
     assert measured["after"] > 0.8 * measured["final"]  # the figures see the weights
     if packed:
         assert measured["final"] < (1.03 if kind == "fp8" else 0.7) * weights
-    assert measured["peak"] <= measured["final"] + LARGEST * (1 if packed else 2)
+    modules = 1 << 20  # what the process imports while it loads counts as well
+    assert measured["peak"] <= measured["final"] + LARGEST * (1 if packed else 2) + modules
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads peak memory from Linux's /proc")
