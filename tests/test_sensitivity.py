@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -164,7 +165,10 @@ def test_choices_are_the_best_of_all(items: list[list[tuple[int, int]]], budget:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.floats(0.05, 0.95))
 def test_rounded_sizes_lose_little_and_never_exceed_the_budget(seed: int, share: float):
-    """Eight items of four sizes with no common divisor, in a table of 1000 steps: at most 2 % of what is at stake."""
+    """Eight items of four sizes in a table of 1000 steps: rounding up costs each item less than a step.
+
+    So the result is at least as good as the best for a budget that is smaller by eight steps.
+    """
     rng = np.random.default_rng(seed)
     sizes = np.sort(rng.integers(10**5, 10**6, (8, 4)), axis=1)
     losses = -np.sort(-rng.exponential(1.0, (8, 4)), axis=1)
@@ -179,10 +183,11 @@ def test_rounded_sizes_lose_little_and_never_exceed_the_budget(seed: int, share:
     grid = np.indices((4,) * 8).reshape(8, -1)
     all_sizes = sum(sizes[item][grid[item]] for item in range(8))
     all_losses = sum(losses[item][grid[item]] for item in range(8))
-    best = float(np.min(np.where(all_sizes <= budget, all_losses, np.inf)))
+    divisor = math.gcd(*(sizes - sizes[:, :1]).ravel().tolist())
+    step = divisor * max(1, -(-((budget - low) // divisor) // 1000))
+    best = float(np.min(np.where(all_sizes <= budget - 8 * step, all_losses, np.inf)))
     assert sum(row[o] for row, o in zip(rows, chosen, strict=True)) <= budget
-    at_stake = float(losses[:, 0].sum() - losses[:, -1].sum())
-    assert sum(losses[item][o] for item, o in enumerate(chosen)) <= best + 0.02 * at_stake
+    assert sum(losses[item][o] for item, o in enumerate(chosen)) <= best + 1e-9
 
 
 def test_a_known_knapsack():
