@@ -87,8 +87,10 @@ def test_peak_memory_is_the_packed_model_and_the_largest_tensor(kind: str, how: 
     assert measured["after"] > 0.8 * measured["final"]  # the figures see the weights
     if packed:
         assert measured["final"] < (1.03 if kind == "fp8" else 0.7) * weights
-    modules = 1 << 20  # what the process imports while it loads counts as well
-    assert measured["peak"] <= measured["final"] + LARGEST * (1 if packed else 2) + modules
+    # The embedding is on the device before the layers, so the largest tensor comes on top of the whole model, with no
+    # slack: scales beside its codes (64 KB), and what the process's own memory varies by from run to run.
+    around = 1 << 20
+    assert measured["peak"] <= measured["final"] + LARGEST * (1 if packed else 2) + around
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads peak memory from Linux's /proc")
