@@ -1,6 +1,7 @@
 """The INT4 product with its surroundings: norm before it, gate and residual behind it, against float64."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,14 @@ def test_fused_kernel_lowers_for_cuda(rows: int) -> None:
         lower(rows, 512, 2048, 64, "zero_point", None, fusion)
 
 
+def test_plan_of_a_layer_keeps_its_inputs_in_one_block() -> None:
+    """What the cases on the GPU rely on."""
+    none = np.zeros(0, np.float32)
+    weight = PackedInt4(none, none, none, None, (4096, 4096), 128, "mosaic")
+    for rows, fusion in itertools.product((1, 8), FUSIONS):
+        assert tuning.plan_for(rows, weight, fusion=fusion).slices == 1
+
+
 def test_a_fused_product_needs_all_inputs_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pallas_kernels.dispatch.hopper_refusal", lambda: None)
     weight = to_mosaic(make(64, 8192, 128, "symmetric")[0])
@@ -144,11 +153,14 @@ def test_layers_give_the_same_with_and_without_a_fused_product(monkeypatch: pyte
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fusion", FUSIONS, ids=str)
-@pytest.mark.parametrize(("rows", "in_features"), [(1, 4096), (2, 512), (5, 1024), (8, 4096)])
-def test_fused_kernel_on_the_gpu(rows: int, in_features: int, fusion: Fusion) -> None:
-    weight, values = small(1024, in_features, 128)
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features"), [(1, 4096, 4096), (2, 1024, 512), (5, 1024, 1024), (8, 4096, 4096)]
+)
+def test_fused_kernel_on_the_gpu(rows: int, out_features: int, in_features: int, fusion: Fusion) -> None:
+    """As many outputs as leave no multiprocessor idle: with fewer, the plan cuts 4096 inputs into slices."""
+    weight, values = small(out_features, in_features, 128)
     x = tokens(rows, in_features)
-    norm, residual = arrays(rows, 512 if fusion.gated else 1024, in_features)
+    norm, residual = arrays(rows, out_features // 2 if fusion.gated else out_features, in_features)
     packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
     assert fused_refusal(jnp.asarray(x), packed, norm_eps=fusion.norm_eps, gated=fusion.gated) is None
     got = int4_matmul_fused(
