@@ -20,7 +20,7 @@ from pallas_kernels.int4_matmul import (
     wide_dequantize,
     wide_tuning,
 )
-from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import STAGE, WidePlan, WideSchedule
 
 BF16 = ml_dtypes.bfloat16
 KINDS = ("symmetric", "zero_point", "minimum")
@@ -48,6 +48,17 @@ def error(out: np.ndarray, x: np.ndarray, weight: PackedInt4, dtype: type = np.f
     """Against the float64 product with the weight in a dtype."""
     expected = x.astype(np.float64) @ np.asarray(dequantize(weight, dtype)).astype(np.float64).T
     return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+def truncation(plan: WidePlan) -> float:
+    """How far results of `wgmma` may be from exact sums, see `error`.
+
+    Each step of 16 inputs cuts its sum off, towards zero, instead of rounding it: by half of the last bit on average,
+    at most 2^-24 of the sum. With inputs of random signs the sum after step t of n has on average t / n of the result
+    in it, so the losses add up to n / 2 x 2^-24. The rest is what rounding does to few steps.
+    """
+    steps = -(-plan.steps // plan.all_slices) * STAGE // 16
+    return steps / 2 * 2**-24 + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -225,7 +236,7 @@ def test_kernel_on_the_gpu(rows, out_features, in_features, group_size, kind) ->
     schedule = wide_tuning.wide_schedule(rows, packed)
     product = jax.jit(lambda x, w: wide.int4_matmul(x, w, schedule=schedule, out_dtype=jnp.dtype(jnp.float32)))
     outs = [np.asarray(product(jnp.asarray(x), packed)) for _ in range(3)]
-    assert error(outs[0], x, weight, BF16) < 3e-6
+    assert error(outs[0], x, weight, BF16) < truncation(WidePlan.of(rows, packed, schedule))
     assert all(np.array_equal(outs[0], out) for out in outs)
     short = wide.int4_matmul(jnp.asarray(x), packed, schedule=schedule, out_dtype=jnp.dtype(jnp.bfloat16))
     assert np.array_equal(np.asarray(short), outs[0].astype(BF16))
@@ -264,6 +275,6 @@ def test_schedules_on_the_gpu(schedule: WideSchedule) -> None:
         np.asarray(wide.int4_matmul(jnp.asarray(x), packed, schedule=schedule, out_dtype=jnp.dtype(dtype)))
         for dtype in (jnp.float32, jnp.bfloat16, jnp.bfloat16)
     )
-    assert error(exact, x, weight, BF16) < 3e-6
+    assert error(exact, x, weight, BF16) < truncation(WidePlan.of(200, packed, schedule))
     assert np.array_equal(short, exact.astype(BF16))
     assert np.array_equal(short, again)
