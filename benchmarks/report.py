@@ -67,8 +67,12 @@ def section(name: str, cases: Mapping[Case, Mapping[str, Record]], peers: Mappin
     for case, metrics in cases.items():
         shapes.setdefault((tuple(key for key, _ in case), tuple(metrics)), []).append(case)
     parts = [f"### {name}"]
+
+    def order(value: object) -> tuple:
+        return (0,) if value is None else (1 + isinstance(value, str), value)
+
     for (keys, metrics), unsorted in shapes.items():
-        group = sorted(unsorted, key=lambda case: [(isinstance(value, str), value) for _, value in case])
+        group = sorted(unsorted, key=lambda case: [order(value) for _, value in case])
         peer_of = {
             "tokens_per_s": "decode",
             "ttft_ms": "first_token_ms",

@@ -110,8 +110,8 @@ def load(
     Quantised checkpoints are read as they are: GGUF files, and folders in the formats AWQ, GPTQ, compressed-tensors,
     FP8, MXFP4, NVFP4, bitsandbytes and HQQ. `packed` says whether codes stay packed on the device (True) or are decoded
     to `dtype` when loading (False). By default they stay packed on a GPU in bfloat16, where a kernel reads them so;
-    elsewhere each product would decode them again. Codes of 8 bits can stay packed if there is one scale an output and
-    no zero; the others are decoded in any case, and packed=True says which.
+    elsewhere each product would decode them again. FP8 codes with more scales than one an output are decoded in any
+    case; packed=True says which were.
 
     What a store (`jaxinfer.quantize(..., out=...)`, `jaxinfer convert`) has packed stays so on any device, unless
     packed=False or `quantize` decodes it; what was laid out for another kernel is repacked, with a warning.

@@ -126,8 +126,6 @@ class PackedReader:
             layout = (self.kernel_layout or to_kernel_layout)(packed_rows(codes)).layout
         except ValueError as error:  # JAXINFER_KERNELS names a kernel that does not read this kind
             return str(error)
-        if layout == "mosaic" and (codes.bits == 8 or codes.book is not None):
-            return "their kernel has not run on a GPU yet, so they stay packed only with packed=True"
         return None if layout != "canonical" else "no kernel of this device reads them"
 
 

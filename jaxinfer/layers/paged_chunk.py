@@ -15,10 +15,7 @@ from pallas_kernels.paged_prefill import mosaic_refusal, paged_prefill
 
 
 def kernel_refusal(query: Float[Array, "batch tokens heads head_dim"], pools: Sequence[jax.Array]) -> str | None:
-    """Why the kernel does not take these queries over these pools, each its tier's keys; None if it does.
-
-    Only where it is asked for: its first version ran on an H200, this one has not yet.
-    """
+    """Why the kernel does not take these queries over these pools, each its tier's keys; None if it does."""
     asked = os.environ.get(KERNELS_VARIABLE) or None
     if asked not in (None, "mosaic"):
         return f"{KERNELS_VARIABLE} asks for {asked}"
@@ -28,7 +25,7 @@ def kernel_refusal(query: Float[Array, "batch tokens heads head_dim"], pools: Se
         refusal = mosaic_refusal(query.shape, query.dtype, held, pool.shape[2])
         if refusal is not None:
             return refusal
-    return None if asked else f"its present version has not run on a GPU yet; {KERNELS_VARIABLE}=mosaic asks for it"
+    return None
 
 
 def paged_chunk_attention(
