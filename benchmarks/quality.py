@@ -49,6 +49,30 @@ def judged(original: ji.Model, plan: Plan, windows: Windows) -> tuple[ji.Model, 
     return model, model.quantization.quality
 
 
+def record_quality(
+    recorder: Recorder, model: str, plan: Plan, quality: Quality, num_bytes: int, seconds: float
+) -> None:
+    """One plan's figures. `num_bytes` are those of the layers and the head."""
+    case: dict[str, object] = {"model": name_of(model), "plan": plan.name, "tokens": quality.num_tokens}
+    recorder.record(
+        case,
+        {
+            "perplexity": (quality.perplexity, ""),
+            "original_perplexity": (quality.original_perplexity, ""),
+            "kl_mean": (quality.kl_mean, "nats"),
+            "kl_p99": (quality.kl_p99, "nats"),
+            "agreement": (quality.agreement, "of tokens"),
+            "size": (num_bytes / 1e6, "MB"),
+            "seconds": (seconds, "s"),
+        },
+    )
+
+
+def name_of(model: str) -> str:
+    """A model's short name whether it was given by that or as the file that the name is pulled to."""
+    return MODEL if pathlib.Path(model).name.startswith("SmolLM2-135M-Instruct.") else pathlib.Path(model).stem
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL, help="path or name of the original")
@@ -77,23 +101,7 @@ def main() -> None:
         model, quality = judged(original, plan, windows)
         seconds = time.perf_counter() - start
         rows.append((plan.name, weight_bytes(model) / 1e6, quality, seconds))
-        case: dict[str, object] = {
-            "model": pathlib.Path(arguments.model).stem,
-            "plan": plan.name,
-            "tokens": quality.num_tokens,
-        }
-        recorder.record(
-            case,
-            {
-                "perplexity": (quality.perplexity, ""),
-                "original_perplexity": (quality.original_perplexity, ""),
-                "kl_mean": (quality.kl_mean, "nats"),
-                "kl_p99": (quality.kl_p99, "nats"),
-                "agreement": (quality.agreement, "of tokens"),
-                "size": (weight_bytes(model) / 1e6, "MB"),
-                "seconds": (seconds, "s"),
-            },
-        )
+        record_quality(recorder, arguments.model, plan, quality, weight_bytes(model), seconds)
         del model
         gc.collect()
     print_table(rows, weight_bytes(original) / 1e6)

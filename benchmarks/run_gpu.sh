@@ -40,7 +40,7 @@ step 90 benchmarks.kv_tiers speed --batch 1
 step 90 benchmarks.kv_tiers quality --windows 8
 step 120 benchmarks.memory_plan
 step 150 benchmarks.store --shape llama-3-8b
-step 120 benchmarks.sensitivity --quick --measured 4096 --methods rtn
+step 240 benchmarks.sensitivity --quick
 step 150 benchmarks.scoring --model llama-3-8b
 step 90 benchmarks.decode --model llama-3-8b --int4 --head int8 --batch 1
 step 90 benchmarks.decode --model llama-3-8b --ready
