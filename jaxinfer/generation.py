@@ -5,8 +5,8 @@ from collections.abc import Generator, Iterable, Sequence
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
-from tqdm.auto import tqdm
 
+from checkpoints.progress import progress_bar
 from jaxinfer import kv_cache, steps, tiered_batch
 from jaxinfer.batch import PAGE_SIZE, Batch, Limits, bucket, cache_tokens, pool_pages
 from jaxinfer.memory import free_device_bytes, free_host_bytes
@@ -44,7 +44,7 @@ def generate(
     requests = requests_for(model, prompts, params)
     speculation = None if draft is None else as_speculation(draft)
     groups = _groups(model, requests, max_batch_size, speculation)
-    with tqdm(total=len(requests), unit="request", desc="Generating", disable=not progress, leave=False) as bar:
+    with progress_bar(total=len(requests), unit="request", desc="Generating", shown=progress, leave=False) as bar:
         num_tokens = 0
         for delta in _run(model, groups, speculation):
             num_tokens += len(delta.token_ids)

@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import sys
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from checkpoints.names import Mismatch
+from checkpoints.progress import is_watched
 from checkpoints.tensors import TensorInfo
 from jaxinfer import tiers
 from jaxinfer.checkpoint_weights import WeightsRequest, check_memory
@@ -18,7 +18,8 @@ from jaxinfer.compilation import enable_persistent_cache
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.device import start_device
-from jaxinfer.params import from_pieces, linear_names, num_parameters, random_params
+from jaxinfer.params import from_pieces, linear_names, num_parameters, random_params, random_pieces
+from jaxinfer.prefill_copy import announce, with_copies
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.quantization.report import QuantizationReport
 from jaxinfer.source import StoreSource, open_source
@@ -41,6 +42,13 @@ class Model:
     kv_dtype: jnp.dtype | TieredKV | None = None
     quantization: QuantizationReport | None = None
     """What `jaxinfer.quantize` did, where it was calibrated."""
+    prefill_params: Params | None = None
+    """Weights for prompts that are not those of decoding (`load(prefill_dtype=...)`)."""
+
+    @property
+    def prompt_params(self) -> Params:
+        """The weights that prompts are computed with."""
+        return self.params if self.prefill_params is None else self.prefill_params
 
     @property
     def cache_dtype(self) -> jnp.dtype:
@@ -59,7 +67,9 @@ class Model:
     def __repr__(self) -> str:
         """One line: a notebook cell that ends in a model must not print its weights."""
         millions = self.num_parameters / 1e6
-        megabytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params)) / 1e6
+        # What both share is counted once.
+        leaves = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves((self.params, self.prefill_params))}
+        megabytes = sum(leaves.values()) / 1e6
         cache = "" if self.kv_dtype in (None, self.dtype) else f", cache {self.kv_dtype}"
         return (
             f"Model({self.name!r}, {self.config.model_type}, {millions:,.1f} million parameters "
@@ -93,6 +103,7 @@ def load(
     quantize: Plan | str | os.PathLike[str] | None = None,
     packed: bool | None = None,
     kv_dtype: jnp.dtype | type | str | TieredKV | None = None,
+    prefill_dtype: jnp.dtype | type | str | None = None,
     random_weights: int | None = None,
     progress: bool | None = None,
 ) -> Model:
@@ -100,8 +111,8 @@ def load(
 
     `dtype` is that of the weights (default: bfloat16 on a GPU, float32 on a CPU). `random_weights=seed` reads only the
     configuration and makes random weights of that shape on the device, for benchmarks; what `quantize` packs, with
-    random codes: of 8 bits, or of 4 with zero points in groups of 128. `progress` shows bars; by default on a terminal
-    and in a notebook.
+    random codes: of 8 bits, or of 4 with zero points in groups of 128. `progress` shows bars, by default on a terminal
+    and in a notebook; in a log it writes a line now and then.
 
     `quantize` packs the projections of the layers, and the head where a rule names it, while they are read: a preset
     ("int4", "int4-int8-head", "int8", "fp8", "seed-mixed", ...), the path of a TOML file, or a `Plan`
@@ -120,6 +131,10 @@ def load(
     bfloat16's room and time to read, "int4" about a quarter (`jaxinfer.kv_cache`). "tiered", or a `TieredKV`, keeps the
     newest tokens in `dtype`, older ones in int8, the oldest in int4 (`jaxinfer.tiers`).
 
+    `prefill_dtype` keeps a second copy of what is packed, decoded to that dtype, which is `dtype` too: `generate`,
+    `stream` and the engine compute prompts with it, as the original model would, and decoding reads the codes. What the
+    copy takes is said in a warning before it is made. Scores and `logits` are those of the codes.
+
     Raises CheckpointError or ValueError, naming the file and the remedy, before anything large is allocated.
     """
     if kv_dtype is not None:
@@ -131,7 +146,7 @@ def load(
         raise ValueError(f"random_weights={random_weights!r}: a seed is an integer from 0 to 2**32 - 1")
     enable_persistent_cache()
     start_device()
-    weights_dtype = weights_dtype_for(dtype)
+    weights_dtype = dtype_with_copy(dtype, prefill_dtype)
     progress = is_watched() if progress is None else progress
     name = os.fspath(path_or_name)
     with open_source(path_or_name, progress=progress) as source:
@@ -139,13 +154,20 @@ def load(
         if random_weights is None:
             request = WeightsRequest(name, weights_dtype, packed, plan, progress)
             params = from_pieces(source.pieces(request))
+            copies = None
+            if prefill_dtype is not None and announce(params, config, weights_dtype, name):
+                copies = with_copies(
+                    params, config, source.pieces(dataclasses.replace(request, packed=False, plan=None))
+                )
             report = source.report if isinstance(source, StoreSource) and plan is None else None
-            return Model(config, params, tokenizer, weights_dtype, name, kv_dtype, report)
+            return Model(config, params, tokenizer, weights_dtype, name, kv_dtype, report, copies)
     if plan is not None:
         plan.check(linear_names(config))
     check_memory(config, weights_dtype, name, plan=plan)
-    params = random_params(config, weights_dtype, random_weights, plan=plan)
-    return Model(config, params, tokenizer, weights_dtype, name, kv_dtype)
+    params, copies = random_params(config, weights_dtype, random_weights, plan=plan), None
+    if prefill_dtype is not None and announce(params, config, weights_dtype, name):
+        copies = with_copies(params, config, random_pieces(config, weights_dtype, random_weights))
+    return Model(config, params, tokenizer, weights_dtype, name, kv_dtype, prefill_params=copies)
 
 
 def inspect(path_or_name: str | os.PathLike[str], *, progress: bool | None = None) -> Description:
@@ -158,6 +180,17 @@ def inspect(path_or_name: str | os.PathLike[str], *, progress: bool | None = Non
         return Description(source.path, source.config, source.tokenizer, tensors, mismatch)
 
 
+def dtype_with_copy(dtype: jnp.dtype | type | str | None, prefill_dtype: jnp.dtype | type | str | None) -> jnp.dtype:
+    """The dtype of weights where a copy for prompts may be asked for: both are the same, and one may be left out.
+
+    Raises ValueError for two, as activations and cache are the same for prompts and decoding.
+    """
+    found = weights_dtype_for(prefill_dtype if dtype is None else dtype)
+    if prefill_dtype is not None and weights_dtype_for(prefill_dtype) != found:
+        raise ValueError(f"prefill_dtype={prefill_dtype!r} and dtype={dtype!r}: they have to agree; leave dtype out")
+    return found
+
+
 def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
     """The dtype that `load` gives weights when asked for `dtype`. Raises ValueError for one they cannot have."""
     if dtype is None:
@@ -167,8 +200,3 @@ def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
         if resolved in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             return resolved
     raise ValueError(f"dtype={dtype!r}: weights can be float32, bfloat16 or float16")
-
-
-def is_watched() -> bool:
-    """Whether somebody sees a progress bar: in a log file it would be a line of carriage returns."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from tqdm.auto import tqdm
 
+from checkpoints.progress import progress_bar
 from jaxinfer.batch import Limits
 from jaxinfer.model import Model
 from jaxinfer.request import Prompt, list_prompts
@@ -132,7 +133,7 @@ def scored_pairs(
                 f"{longest} and one more; shorten the prompt"
             )
     not_finite = []
-    with tqdm(total=len(pairs), unit="pair", desc="Scoring", disable=not progress, leave=False) as bar:
+    with progress_bar(total=len(pairs), unit="pair", desc="Scoring", shown=progress, leave=False) as bar:
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
             for index, result in _score_some(run, pairs[first : first + PAIRS_AT_ONCE], bar):
                 if math.isnan(result.logprob):

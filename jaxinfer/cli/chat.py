@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
     """Reads messages until there are no more. Bad input ends the program only where nobody sits before it."""
     params = SamplingParams.from_dict(sampling_values(options))
 
-    model = load(options.model, **loading(options), progress=sys.stderr.isatty())
+    model = load(options.model, **loading(options), progress=True)
     if model.tokenizer is None:
         raise ValueError(f"{model.name} has no tokenizer, so nobody can talk to it; use `jaxinfer generate`")
     model.tokenizer.render_chat([{"role": "user", "content": "?"}])  # no template: say so before anything is typed

@@ -1,7 +1,6 @@
 """`jaxinfer convert MODEL OUT`."""
 
 import argparse
-import sys
 
 from jaxinfer.store.create import create
 from jaxinfer.store.export import export
@@ -9,7 +8,7 @@ from jaxinfer.store.export import export
 
 def run(options: argparse.Namespace) -> int:
     """Prints the path of what was written."""
-    common = {"dtype": options.dtype, "progress": sys.stderr.isatty() and not options.quiet}
+    common = {"dtype": options.dtype, "progress": not options.quiet}
     if options.format == "store":
         create(options.model, options.out, **common)
     else:

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from checkpoints.progress import progress_bar
 from jaxinfer.cli.options import json_line, loading, sampling_values
 from jaxinfer.generation import generate, stream
 from jaxinfer.model import Model, load
@@ -41,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     ):
         raise ValueError("log-probabilities are only in the --json output; add --json")
 
-    model = load(options.model, **loading(options), progress=_shows_progress(options))
+    model = load(options.model, **loading(options), progress=not options.quiet)
     prompts = [_prompt(model, job, index) for index, job in enumerate(jobs)]
     params = [job.params for job in jobs]
     if options.json:
@@ -56,8 +55,8 @@ def _print_text(model: Model, prompts: list[Prompt], params: list[SamplingParams
     failures = []
     speed = Speed()
     total = sum(row.n for row in params)
-    hidden = single or not _shows_progress(options)
-    with tqdm(total=total, unit="completion", desc="Generating", disable=hidden, leave=False) as bar:
+    shown = not single and not options.quiet
+    with progress_bar(total=total, unit="completion", desc="Generating", shown=shown, leave=False) as bar:
         for delta in stream(model, prompts, params, max_batch_size=options.max_batch_size):
             speed.count(len(delta.token_ids))
             text = delta.text if model.tokenizer is not None else "".join(f"{token} " for token in delta.token_ids)
@@ -82,7 +81,7 @@ def _print_json(
     model: Model, jobs: Sequence[Job], prompts: list[Prompt], params: list[SamplingParams], options: argparse.Namespace
 ) -> int:
     speed = Speed()
-    outputs = generate(model, prompts, params, max_batch_size=options.max_batch_size, progress=_shows_progress(options))
+    outputs = generate(model, prompts, params, max_batch_size=options.max_batch_size, progress=not options.quiet)
     failures = []
     for index, (job, output) in enumerate(zip(jobs, outputs, strict=True)):
         for completion in output.completions:
@@ -110,10 +109,6 @@ def _print_json(
     if not options.quiet:
         print(speed.total(), file=sys.stderr)
     return _report(failures)
-
-
-def _shows_progress(options: argparse.Namespace) -> bool:
-    return sys.stderr.isatty() and not options.quiet
 
 
 def _report(failures: Sequence[tuple[int, str]]) -> int:

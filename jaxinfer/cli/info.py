@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import pathlib
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,7 +37,7 @@ def gather(path_or_name: str, dtype: str | None) -> dict[str, Any]:
     """Everything `info` says, as JSON values. Sizes are in bytes."""
     start_device()
     weights_dtype = weights_dtype_for(dtype)
-    found = inspect(path_or_name, progress=sys.stderr.isatty())
+    found = inspect(path_or_name, progress=True)
     config = found.config
     memory: dict[str, int] = dict.fromkeys(KINDS, 0)
     for name, shape in canonical_shapes(config).items():

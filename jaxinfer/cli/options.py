@@ -72,11 +72,14 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-dtype", metavar="TYPE", help="of the cache: int8, float8_e4m3fn, int4, tiered; default --dtype"
     )
+    parser.add_argument(
+        "--prefill-dtype", choices=DTYPES, help="keep a second copy of packed weights, decoded, to compute prompts with"
+    )
 
 
 def loading(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `jaxinfer.load` from the options of `add_loading`."""
-    return {name: getattr(options, name) for name in ("dtype", "quantize", "packed", "kv_dtype")}
+    return {name: getattr(options, name) for name in ("dtype", "quantize", "packed", "kv_dtype", "prefill_dtype")}
 
 
 def add_sampling(

@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
         text = sys.stdin.read() if options.file == "-" else pathlib.Path(options.file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.file} is not UTF-8 ({error.reason} at byte {error.start})") from error
-    progress = sys.stderr.isatty() and not options.quiet
+    progress = not options.quiet
     model = load(options.model, **loading(options), progress=progress)
     result = perplexity(model, text, window=options.window, stride=options.stride, progress=progress)
     if math.isnan(result.logprob):

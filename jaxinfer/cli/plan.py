@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 
 from jaxinfer.cli.options import json_line, loading
 from jaxinfer.device import start_device
@@ -21,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
             draft=options.draft,
             num_drafted=options.k,
             compile=options.compile,
-            progress=sys.stderr.isatty(),
+            progress=True,
             **loading(options),
         )
         if options.chart is not None:

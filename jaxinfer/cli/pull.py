@@ -1,12 +1,11 @@
 """`jaxinfer pull NAME`."""
 
 import argparse
-import sys
 
 from checkpoints.pull import pull
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the path, so that it can be used as `$(jaxinfer pull NAME)`."""
-    print(pull(options.name, progress=sys.stderr.isatty() and not options.quiet))
+    print(pull(options.name, progress=not options.quiet))
     return 0

@@ -15,7 +15,7 @@ def run(options: argparse.Namespace) -> int:
         calibration=options.calibration,
         promote_above=options.promote_above,
         dtype=options.dtype,
-        progress=sys.stderr.isatty() and not options.quiet,
+        progress=not options.quiet,
     )
     if report is not None and not options.quiet:
         print(report, file=sys.stderr)

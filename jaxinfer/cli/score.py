@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
         pairs: list[tuple[Prompt, Prompt]] = [(options.prompt or "", text) for text in options.continuation]
     else:
         pairs = list(_pairs(options.pairs_file))
-    progress = sys.stderr.isatty() and not options.quiet
+    progress = not options.quiet
     model = load(options.model, **loading(options), progress=progress)
     scores = score(model, [prompt for prompt, _ in pairs], [text for _, text in pairs], progress=progress)
     failed = 0

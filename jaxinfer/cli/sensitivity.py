@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 
 from jaxinfer.cli.options import json_line
 from jaxinfer.model import load
@@ -16,7 +15,7 @@ def run(options: argparse.Namespace) -> int:
     precisions = [precision_of(text) for text in options.precisions.split(",")]
     if options.plan is not None and not options.plan.endswith(".toml"):
         raise ValueError(f"--plan {options.plan}: --quantize takes plans for files that end in .toml; name it so")
-    shown = sys.stderr.isatty() and not options.quiet
+    shown = not options.quiet
     model = load(options.model, dtype=options.dtype, packed=False, progress=shown)
     found = sensitivity(
         model,

@@ -9,15 +9,14 @@ import typing
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
 
 import jax
-from tqdm.auto import tqdm
 
+from checkpoints.progress import is_watched, progress_bar
 from jaxinfer.engine.core import Callback, EngineCore, Job
 from jaxinfer.engine.drafting_runner import DraftingRunner
 from jaxinfer.engine.errors import RequestTooLong, UnknownRequest
 from jaxinfer.engine.metrics import EngineMetrics
 from jaxinfer.engine.sequence import Status
 from jaxinfer.engine.timeline import plot_timeline
-from jaxinfer.model import is_watched
 from jaxinfer.outputs import Delta, RequestOutput
 from jaxinfer.request import Prompt, Request
 from jaxinfer.sampling_params import SamplingParams
@@ -116,7 +115,7 @@ class Engine(EngineCore):
         before = (self._meter.prompt_tokens, self._meter.output_tokens)
         start = time.perf_counter()
         try:
-            with tqdm(total=len(jobs), unit="request", desc="Generating", disable=not shown, leave=False) as bar:
+            with progress_bar(total=len(jobs), unit="request", desc="Generating", shown=shown, leave=False) as bar:
                 unfinished = list(jobs)
                 while unfinished:
                     with self._lock:
@@ -186,17 +185,24 @@ class Engine(EngineCore):
     def warmup(self, *, progress: bool | None = None, threads: int | None = None) -> None:
         """Compiles every program that the configuration can need, in threads (default: one a core).
 
+        On a GPU each then runs on empty rows, seconds in all: what a program's first runs put off is done by then.
         Afterwards nothing compiles while serving, unless a request needs a part of the sampler, or more listed
         logprobs, that no example in `EngineConfig.sampling` has: `metrics().compilations_after_warmup` tells.
         """
         shown = is_watched() if progress is None else progress
         with self._lock:
             runner = self._live()[1]
-            runner.programs.warmup(progress=shown, threads=threads or os.cpu_count())
-            if self._drafting is not None and isinstance(runner, DraftingRunner):
-                self._drafting.pass_seconds = runner.time_draft()
-            if runner.store is not None:
-                runner.cache = runner.store.measure(runner.cache)
+            new = runner.programs.warmup(progress=shown, threads=threads or os.cpu_count())
+            try:
+                if jax.default_backend() != "cpu":
+                    runner.rehearse(new)
+                if self._drafting is not None and isinstance(runner, DraftingRunner):
+                    self._drafting.pass_seconds = runner.time_draft()
+                if runner.store is not None:
+                    runner.cache = runner.store.measure(runner.cache)
+            except BaseException:
+                self._interrupted = True  # a program that was stopped may have taken the cache
+                raise
 
     def metrics(self) -> EngineMetrics:
         """What the engine does now and did since it was made or `reset_metrics` was called."""

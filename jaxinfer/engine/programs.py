@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from tqdm.auto import tqdm
 
+from checkpoints.progress import progress_bar
 from jaxinfer import steps
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.config import Settings
@@ -77,10 +77,16 @@ class Programs:
         self._config: ModelConfig = model.config
         self._settings = settings
         self._params, self._cache = shapes_of(model.params), shapes_of(cache)
+        self._prompt_params = shapes_of(model.prompt_params)
         kernels = os.environ.get(KERNELS_VARIABLE)
         # Of the settings these three shape programs beside what a `Size` says.
         limits = (settings.rules.max_sequences, settings.rules.decode_chunk, settings.page_widths[-1])
-        self._key: tuple[object, ...] = (model.config, *shapes_key((self._params, self._cache)), kernels, limits)
+        self._key: tuple[object, ...] = (
+            model.config,
+            *shapes_key((self._params, self._prompt_params, self._cache)),
+            kernels,
+            limits,
+        )
         self._compiled: dict[Size, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.num_compiled = 0
@@ -92,12 +98,16 @@ class Programs:
         """The program of that size."""
         return self._compiled.get(size) or self._compile(size)
 
-    def warmup(self, *, progress: bool, threads: int | None) -> None:
-        """Compiles what the settings can need, several at a time: XLA compiles outside Python's lock."""
+    def warmup(self, *, progress: bool, threads: int | None) -> list[Size]:
+        """Compiles what the settings can need, several at a time: XLA compiles outside Python's lock.
+
+        Returns what is new to this process, and so has never run.
+        """
         sizes = [size for size in self.expected() if size not in self._compiled]
+        new = [size for size in sizes if self._key_of(size) not in _SHARED]
         with (
             concurrent.futures.ThreadPoolExecutor(threads) as pool,
-            tqdm(total=len(sizes), unit="program", desc="Compiling", disable=not progress, leave=False) as bar,
+            progress_bar(total=len(sizes), unit="program", desc="Compiling", shown=progress, leave=False) as bar,
         ):
             jobs = [pool.submit(self._compile, size) for size in sizes]
             try:
@@ -108,6 +118,7 @@ class Programs:
                 for job in jobs:
                     job.cancel()
         self.is_warm = True
+        return new
 
     def expected(self) -> Iterable[Size]:
         """Sizes that the settings can need, the slowest to compile first."""
@@ -176,9 +187,14 @@ class Programs:
             batch = (ints(rows, size.length), ints(rows), ints(rows), ints(rows, width))
             options = {"config": config, "context_lengths": ints(rows), "from_empty": size.from_empty}
             if size.kind == "prefill":
-                return steps.prefill.lower(self._params, self._cache, *batch, **options)
+                return steps.prefill.lower(self._prompt_params, self._cache, *batch, **options)
             return steps.prefill_scored.lower(
-                self._params, self._cache, *batch, ints(rows, size.length), num_logprobs=size.num_logprobs, **options
+                self._prompt_params,
+                self._cache,
+                *batch,
+                ints(rows, size.length),
+                num_logprobs=size.num_logprobs,
+                **options,
             )
         if size.kind == "score":
             batch = (ints(rows, size.length), ints(rows), ints(rows), ints(rows, size.width), ints(rows))

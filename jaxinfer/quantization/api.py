@@ -11,20 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from checkpoints.progress import is_watched
 from jaxinfer.checkpoint_weights import WeightsRequest
 from jaxinfer.config import ModelConfig
 from jaxinfer.device import start_device
 from jaxinfer.layers.weights import Weight
-from jaxinfer.model import Model, is_watched, load, weights_dtype_for
+from jaxinfer.model import Model, load, weights_dtype_for
 from jaxinfer.packed_weights import DeviceWeight, device_layout
 from jaxinfer.params import (
-    TOP,
     ParamSpec,
     Piece,
     from_pieces,
     has_own_head,
     layer_specs,
     linear_names,
+    piece_owner,
     piece_specs,
     top_specs,
 )
@@ -216,7 +217,7 @@ def windows_for(calibration: CalibrationText | None, tokenizer: Tokenizer | None
 def _dense_pieces(model: Model) -> Iterator[Piece]:
     """The pieces of a loaded model. Raises ValueError for one that is packed already."""
     for name, specs in piece_specs(model.config):
-        owner = model.params if name == TOP else model.params.layers[int(name.removeprefix("layer_"))]
+        owner = piece_owner(model.params, name)
         fields = {field: getattr(owner, field) for field in specs}
         for field, value in fields.items():
             if not isinstance(value, jax.Array):

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from tqdm.auto import tqdm
 
+from checkpoints.progress import progress_bar
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import LayerParams
 from jaxinfer.layers.embedding import embed
@@ -69,7 +69,7 @@ class CalibratedQuantizer:
     def pieces(self, originals: Iterable[Piece], *, progress: bool = False) -> Iterator[Piece]:
         """Quantises the pieces of a model whose weights are arrays, embedding and head first, then layer by layer."""
         layers = self._config.num_layers
-        with tqdm(total=layers, unit="layer", desc=f"Quantising ({self.plan.name})", disable=not progress) as bar:
+        with progress_bar(total=layers, unit="layer", desc=f"Quantising ({self.plan.name})", shown=progress) as bar:
             for index, (name, fields) in enumerate(originals):
                 if name == TOP:
                     yield name, self.start(fields)

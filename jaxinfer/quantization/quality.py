@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
-from tqdm.auto import tqdm
 
+from checkpoints.progress import progress_bar
 from jaxinfer import decoder
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
@@ -76,11 +76,13 @@ def measure(
         )
     statistics = []
     batches = list(row_batches(windows))
-    for batch in tqdm(batches, desc="Comparing", unit="batch", disable=not progress, leave=False):
-        tokens = jnp.asarray(batch)
-        hidden = [whole_rows(m.params, tokens, config=m.config) for m in (model, original)]
-        heads = [head_of(m.params) for m in (model, original)]
-        statistics.append(head_statistics(*hidden, *heads, tokens, config=model.config))
+    with progress_bar(total=len(batches), desc="Comparing", unit="batch", shown=progress, leave=False) as bar:
+        for batch in batches:
+            tokens = jnp.asarray(batch)
+            hidden = [whole_rows(m.params, tokens, config=m.config) for m in (model, original)]
+            heads = [head_of(m.params) for m in (model, original)]
+            statistics.append(head_statistics(*hidden, *heads, tokens, config=model.config))
+            bar.update()
     return quality_of(statistics)
 
 

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from tqdm.auto import tqdm
 
+from checkpoints.progress import is_watched, progress_bar
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import LayerParams
 from jaxinfer.layers.embedding import embed, head
 from jaxinfer.layers.norm import rms_norm
-from jaxinfer.model import Model, is_watched
+from jaxinfer.model import Model
 from jaxinfer.params import layer_specs, linear_names
 from jaxinfer.planning.weights import num_bytes
 from jaxinfer.quantization.api import CalibrationText, windows_for
@@ -77,7 +77,7 @@ def sensitivity(
     names = [name for name in linear_names(model.config) if measure_head or name != HEAD]
     progress = is_watched() if progress is None else progress
     measured = []
-    with tqdm(total=len(names), unit="weight", desc="Measuring", disable=not progress, leave=False) as bar:
+    with progress_bar(total=len(names), unit="weight", desc="Measuring", shown=progress, leave=False) as bar:
         for one in _Measurement(model, windows, precisions, quick).weights(measure_head):
             measured.append(one)
             bar.update()

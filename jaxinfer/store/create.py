@@ -7,9 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from checkpoints.progress import is_watched
 from jaxinfer.checkpoint_weights import WeightsRequest
 from jaxinfer.device import start_device
-from jaxinfer.model import Model, is_watched, weights_dtype_for
+from jaxinfer.model import Model, weights_dtype_for
 from jaxinfer.params import TOP, Piece, layer_specs, piece_name
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.source import StoreSource, open_source

@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from tqdm.auto import tqdm
 
 from checkpoints.errors import CheckpointError
 from checkpoints.export import ShardWriter
 from checkpoints.export_formats import Scheme, awq_parts, compressed_parts, configuration
 from checkpoints.formats.codes import QuantizedTensor
 from checkpoints.names import TensorSource, hugging_face_sources
+from checkpoints.progress import is_watched, progress_bar
 from checkpoints.safetensors import SafetensorsFolder
 from jaxinfer.checkpoint_weights import AnyCheckpoint, tensor_reader
 from jaxinfer.config import ModelConfig
-from jaxinfer.model import is_watched, weights_dtype_for
+from jaxinfer.model import weights_dtype_for
 from jaxinfer.params import canonical_shapes, piece_specs
 from jaxinfer.source import GGUFSource, Source, StoreSource, open_source
 from jaxinfer.store.create import STORE_DTYPE
@@ -123,7 +123,7 @@ class _Tensors:
             shapes[_HEAD] = shapes["embed_tokens.weight"]
         targets = _targets(config)
         writer = ShardWriter(folder, config.num_layers + 1)
-        with tqdm(total=config.num_layers + 1, unit="file", desc="Writing", disable=not progress, leave=False) as bar:
+        with progress_bar(total=config.num_layers + 1, unit="file", desc="Writing", shown=progress, leave=False) as bar:
             for _, specs in piece_specs(config, own_head=self.own_head):
                 found: dict[str, list[str]] = {}
                 linear = {name for spec in specs.values() if spec.is_linear for name in spec.sources}

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm.auto import tqdm
 
 from checkpoints.errors import CheckpointError
+from checkpoints.progress import progress_bar
 from checkpoints.safetensors import read_json
 from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
 from jaxinfer.packed_weights import DeviceWeight
@@ -79,8 +79,8 @@ class Store:
         """
         self._warn_of_repacking(name)
         arrays = read_arrays(self._arrays())
-        with tqdm(
-            total=self.nbytes, unit="B", unit_scale=True, desc=f"Loading {name}", disable=not progress, leave=False
+        with progress_bar(
+            total=self.nbytes, unit="B", unit_scale=True, desc=f"Loading {name}", shown=progress, leave=False
         ) as bar:
             for piece, specs in self.specs():
                 fields: dict[str, DeviceWeight] = {}
