@@ -1,6 +1,7 @@
 """What the engine compiles and when, what it measures, and the picture of it."""
 
 import dataclasses
+import itertools
 import pathlib
 import re
 import sys
@@ -37,8 +38,9 @@ jax.monitoring.register_event_duration_secs_listener(note_compilation)
 # --- Compilation
 
 
-def test_nothing_compiles_after_warmup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_compiles_after_warmup(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """All kinds of requests, chunked, preempted, scored, forked: no program of the engine's, and none of JAX's own."""
+    monkeypatch.setattr("checkpoints.progress.is_watched", lambda: True)  # in a log the bars come now and then only
     with cases.engine() as engine:
         engine.warmup(progress=True, threads=2)
         assert "Compiling" in capsys.readouterr().err
@@ -55,6 +57,25 @@ def test_nothing_compiles_after_warmup(capsys: pytest.CaptureFixture[str]) -> No
         assert re.search(r"prefill \d+ tok/s, decode \d+ tok/s", capsys.readouterr().err)
         engine.warmup(progress=False)  # again: nothing to do
         assert not COMPILED
+
+
+def test_a_rehearsal_in_the_middle_of_serving_changes_no_token() -> None:
+    """What `warmup` does on a GPU: every program runs on empty rows, whoever has slots and pages."""
+    with cases.engine() as engine:
+        runner = engine._runner
+        assert runner is not None
+        names = [engine.submit(ids, row) for ids, row in cases.REQUESTS]
+        said: dict[str | None, list[int]] = {name: [] for name in names}
+        for round_number in itertools.count():
+            for delta in engine.step():
+                if delta.sample_index == 0:
+                    said[delta.request_id] += delta.token_ids
+            if round_number in (2, 9):
+                assert engine.metrics().decoding > 0
+                runner.rehearse(runner.programs.expected())
+            if not engine.has_work:
+                break
+        assert [tuple(tokens) for tokens in said.values()] == [output.token_ids for output in cases.expected()]
 
 
 def test_programs_of_several_rows_are_for_short_pieces() -> None:

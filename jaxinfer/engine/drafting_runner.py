@@ -182,20 +182,24 @@ class DraftingRunner(Runner):
             known = np.zeros(size.rows, np.int32)
             known[: len(group)] = [self._known(sequence) for sequence in group]
             now = time.perf_counter()
-            self.drafting, seen = self.programs.get(size)(
-                self.draft_params,
-                dataclasses.replace(self.state, sampling=SamplingState()),
-                self.drafting,
-                slots,
-                table,
-                known,
-            )
+            seen = self._run_catch_up(size, slots, table, known)
             padded = [*group, *[None] * (size.rows - len(group))]
             yield Work("draft", seen, padded, min(left, size.length) * len(group), now)
             left, from_empty = left - size.length, False
         for sequence in group:
             self._unseen[sequence.slot], self._is_new[sequence.slot] = 0, False
             self.filled.update(sequence.pages[: sequence.num_certain // self.settings.rules.page_size])
+
+    def _run_catch_up(self, size: Size, slots: np.ndarray, table: np.ndarray, known: np.ndarray) -> jax.Array:
+        state = dataclasses.replace(self.state, sampling=SamplingState())
+        self.drafting, seen = self.programs.get(size)(self.draft_params, state, self.drafting, slots, table, known)
+        return seen
+
+    def _rehearse(self, size: Size) -> None:
+        super()._rehearse(size)
+        if size.kind == "catch_up":
+            slots, table = self._chosen((), size.rows, self.settings.page_widths[-1])
+            self._run_catch_up(size, slots, table, np.zeros(size.rows, np.int32))
 
     def _piece(self, count: int, left: int, from_empty: bool) -> Size:
         """The program that takes `count` sequences furthest, without more padding than needed."""

@@ -150,6 +150,21 @@ class Runner:
                 tables = logprob_tables(tokens, _row(chunk.logprobs, row, axis=1), wanted)
             yield Result(sequence, tokens, tables, failed[row])
 
+    def rehearse(self, sizes: Iterable[Size]) -> None:
+        """Runs programs on empty rows, each twice, and waits for them.
+
+        What a GPU puts off until a program runs is done then, and not while somebody waits: its code is loaded in the
+        first run, the graphs of its kernels are built in the second. Whoever has a slot notices nothing.
+        """
+        kept = self.state, self.layout
+        try:
+            for size in sizes:
+                for _ in range(2):
+                    self._rehearse(size)
+        finally:
+            jax.block_until_ready((self.cache, self.state))
+            self.state, self.layout = kept
+
     # --- Memory
 
     def _new_programs(self) -> Programs:
@@ -158,6 +173,25 @@ class Runner:
     def _new_cache(self) -> kv_cache.PagedKVCache:
         rules = self.settings.rules
         return kv_cache.create(self.model.config, self.settings.num_pages, rules.page_size, self.model.cache_dtype)
+
+    def _rehearse(self, size: Size) -> None:
+        """One run without a sequence: of its results only the cache is kept, in which it wrote to the scratch page."""
+        program, rows = self.programs.get(size), size.rows
+        if size.layout is not None:
+            self.state, self.layout = self._blank(size.layout), size.layout
+        if size.kind == "decode":
+            self._run_chunk(program, *self._chosen((), rows, size.width))
+        elif size.kind == "start":
+            self._start(jnp.zeros((rows, self.model.config.vocab_size), jnp.float32), [], {})
+        elif size.kind in ("prefill", "prefill_scored"):
+            tokens, nothing = np.zeros((rows, size.length), np.int32), np.zeros(rows, np.int32)
+            targets = (tokens,) if size.kind == "prefill_scored" else ()
+            _, table = self._chosen((), rows, self._table.shape[1])
+            arguments = (self.model.prompt_params, self.cache, tokens, nothing, nothing, table, *targets)
+            *_, self.cache = program(*arguments, context_lengths=nothing)
+        elif size.kind == "copy":
+            scratch = np.full(COPIES, SCRATCH_PAGE, np.int32)
+            self.cache = program(self.cache, scratch, scratch)
 
     def _blank(self, layout: SamplerLayout) -> DecodeState:
         return self.programs.get(Size("blank", layout=layout))()
@@ -250,7 +284,7 @@ class Runner:
                 targets[row, : len(following)] = following
         now = time.perf_counter()
         program = self.programs.get(call.size)
-        arguments = (self.model.params, self.cache, tokens, lengths, starts, table)
+        arguments = (self.model.prompt_params, self.cache, tokens, lengths, starts, table)
         tracks = [piece.sequence for piece in call.pieces]
         padded = [*tracks, *[None] * (rows - len(tracks))]
         num_tokens = int(lengths.sum())
