@@ -3,7 +3,7 @@
     python -m benchmarks.kernels_int4_wide                  # every case until --seconds (120) are over
     python -m benchmarks.kernels_int4_wide --rows 64        # of these numbers of rows only
     python -m benchmarks.kernels_int4_wide --best 6         # what tuning chooses, and five others it likes
-    python -m benchmarks.kernels_int4_wide --tried          # 64 rows under the schedules listed in TRIED
+    python -m benchmarks.kernels_int4_wide --tried          # the cases of TRIED, with and without turns
 
 Weights are rotated past the L2 cache and every product has its own x. "rest" is what XLA does around the kernel:
 bringing x into order. Every case prints its prediction, its relative error against a float32 product
@@ -11,6 +11,8 @@ and whether its bits repeat; a wrong result is timed and printed, not recorded, 
 """
 
 import argparse
+import concurrent.futures
+import dataclasses
 import functools
 import pathlib
 import statistics
@@ -23,7 +25,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.harness import RESULTS, Recorder, read_rate
-from benchmarks.kernels_int4 import BF16, DOWN, ROTATED_BYTES, UP, Case, inputs, random_weight, timed, weights_of
+from benchmarks.kernels_int4 import BF16, DOWN, ROTATED_BYTES, UP, Case, inputs, random_weight, weights_of
 from pallas_kernels.int4_matmul import PackedInt4, wide, wide_tuning
 from pallas_kernels.int4_matmul.plan import PLAIN
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
@@ -36,14 +38,17 @@ CASES = [
     *((rows, "down") for rows in (128, 256, 512, 1024, 2048)),
 ]
 TRIED = [
-    ("up", WideSchedule(64, cluster=2, stages=8)),
-    ("down", WideSchedule(64, tiles=2, slices=8, cluster=2, stages=6)),
-    ("down", WideSchedule(64, tiles=2, slices=4, added=2, stages=6)),
-    ("o", WideSchedule(64, slices=2, added=2, stages=8)),
-    ("o", WideSchedule(64, added=3, stages=8)),
-    ("qkv", WideSchedule(64, added=2, stages=8)),
+    (64, "up"),
+    (256, "up"),
+    (64, "down"),
+    (64, "o"),
+    (64, "qkv"),
+    (128, "up"),
+    (1024, "up"),
+    (256, "o"),
+    (512, "qkv"),
 ]
-"""Slices that a cluster adds, beside those that XLA adds."""
+"""Where schedules in which warpgroups take turns are timed beside those that tuning chooses."""
 
 
 @functools.cache
@@ -64,34 +69,45 @@ def cublas_us(rows: int, k: int, n: int) -> float:
     return statistics.median(totals)
 
 
-def run(recorder: Recorder, rate: float, rows: int, shape: str, schedule: WideSchedule) -> None:
+def compiled(rows: int, shape: str, schedule: WideSchedule) -> jax.stages.Compiled:
+    """Products of lists of tokens and weights, without running anything."""
+    weight = described(shape)
+    weights = [weight] * rotated(weight)
+
+    def products(xs: list[jax.Array], ws: list[PackedInt4]) -> list[jax.Array]:
+        pairs = zip(xs, ws, strict=True)
+        return [wide.int4_matmul(x, w, schedule=schedule, out_dtype=BF16) for x, w in pairs]
+
+    x = jax.ShapeDtypeStruct((rows, weight.shape[1]), BF16)
+    return jax.jit(products).lower([x] * len(weights), weights).compile()
+
+
+def run(
+    recorder: Recorder, rate: float, rows: int, shape: str, schedule: WideSchedule, products: jax.stages.Compiled
+) -> None:
     k, n = SHAPES[shape]
     weights = weights_of(k, n, 128, "zero_point")
     x, _, expected = inputs(rows, k, n, 128, "zero_point", PLAIN)
     plan = WidePlan.of(rows, weights[0], schedule)
-
-    @jax.jit  # traced and lowered once, however often the timed function calls it
-    def product(w: PackedInt4, x: jax.Array) -> jax.Array:
-        return wide.int4_matmul(x, w, schedule=schedule, out_dtype=BF16)
-
-    started = time.perf_counter()
-    first = jax.block_until_ready(product(weights[0], x))
-    compile_seconds = time.perf_counter() - started
+    tokens = [jnp.roll(x, i, axis=0) for i in range(len(weights))]
+    first, *others = [products(tokens, weights)[0] for _ in range(4)]
     error = float(jnp.linalg.norm(first.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
-    same = all(bool(jnp.array_equal(first, product(weights[0], x))) for _ in range(3))
+    same = all(bool(jnp.array_equal(first, other)) for other in others)
     s = schedule
-    name = f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.added}a{s.cluster}c{s.stages}d"
+    name = f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.added}a{s.cluster}c{s.stages}d{' turns' * s.turns}"
     right = same and error < 1e-2
     note = f"{rows} {shape} {name}: error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'}"
     note += "" if right else " WRONG"
-    tokens = [jnp.roll(x, i, axis=0) for i in range(len(weights))]
-    times, rest = timed(lambda xs, ws: [product(w, x) for w, x in zip(ws, xs, strict=True)], tokens, weights)
+    _, timings = profiler.measure(products, aggregate=False, iterations=6)(tokens, weights)
+    if timings is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    times = [t * 1e3 for iteration in timings[1:] for name, t in iteration if "int4_matmul" in name]
+    rest = sum(t * 1e3 for iteration in timings[1:] for _, t in iteration) / len(times) - statistics.mean(times)
     us, cublas = statistics.median(times), cublas_us(rows, k, n)
     spread = statistics.quantiles(times, n=10)
     print(
         f"predicted {wide_tuning.predicted_seconds(plan) * 1e6:.1f} us, {note} median {us:.2f}"
-        f" p10-p90 {spread[0]:.1f}-{spread[-1]:.1f} rest {rest:.1f} cuBLAS {cublas:.1f} us"
-        f" compile {compile_seconds:.1f}s",
+        f" p10-p90 {spread[0]:.1f}-{spread[-1]:.1f} rest {rest:.1f} cuBLAS {cublas:.1f} us",
         flush=True,
     )
     if not right:
@@ -119,14 +135,26 @@ def run(recorder: Recorder, rate: float, rows: int, shape: str, schedule: WideSc
     )
 
 
+def described(shape: str) -> PackedInt4:
+    """A weight without its numbers."""
+    k, n = SHAPES[shape]
+    return jax.eval_shape(functools.partial(random_weight, case=Case(1, k, n, 0.0)), jax.random.key(0))
+
+
+def rotated(weight: PackedInt4) -> int:
+    return max(2, -(-ROTATED_BYTES // (weight.codes.size * 4)))
+
+
 def chosen(best: int) -> list[tuple[int, str, WideSchedule]]:
     """The `best` schedules of every case, by prediction."""
-    cases = []
-    for rows, shape in CASES:
-        k, n = SHAPES[shape]
-        weight = jax.eval_shape(functools.partial(random_weight, case=Case(1, k, n, 0.0)), jax.random.key(0))
-        cases += [(rows, shape, schedule) for schedule in wide_tuning.schedules(rows, weight)[:best]]
-    return cases
+    return [(*case, s) for case in CASES for s in wide_tuning.schedules(case[0], described(case[1]))[:best]]
+
+
+def tried() -> list[tuple[int, str, WideSchedule]]:
+    schedules = [(rows, shape, wide_tuning.wide_schedule(rows, described(shape))) for rows, shape in TRIED]
+    return [
+        (r, s, dataclasses.replace(schedule, turns=turns)) for r, s, schedule in schedules for turns in (True, False)
+    ]
 
 
 def main() -> None:
@@ -138,20 +166,26 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="start no case after this time")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
-    parser.add_argument("--tried", action="store_true", help="the schedules of TRIED instead")
+    parser.add_argument("--tried", action="store_true", help="the cases of TRIED instead")
     arguments = parser.parse_args()
     started = time.perf_counter()
     recorder, rate = Recorder("kernels", arguments.results), read_rate()
     failed: list[str] = []
-    cases = [(64, *tried) for tried in TRIED] if arguments.tried else chosen(arguments.best)
-    for rows, shape, schedule in cases:
-        if (arguments.rows and rows not in arguments.rows) or shape not in arguments.shapes:
-            continue
+    cases = [
+        case
+        for case in (tried() if arguments.tried else chosen(arguments.best))
+        if (not arguments.rows or case[0] in arguments.rows) and case[1] in arguments.shapes
+    ]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        kernels = [pool.submit(compiled, *case) for case in cases]
+        concurrent.futures.wait(kernels)
+    print(f"{len(kernels)} kernels compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    for (rows, shape, schedule), kernel in zip(cases, kernels, strict=True):
         if time.perf_counter() - started > arguments.seconds:
             print(f"{rows} {shape}: left out, the time is up", flush=True)
             continue
         try:
-            run(recorder, rate, rows, shape, schedule)
+            run(recorder, rate, rows, shape, schedule, kernel.result())
         except Exception:  # one failing case must not cost the others
             failed.append(f"{rows} {shape} {schedule}")
             traceback.print_exc()

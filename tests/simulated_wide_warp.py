@@ -27,11 +27,23 @@ class Barriers:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.groups: dict[tuple[int, int], threading.Barrier] = {}
+        self.turns: dict[tuple[int, int], list[int]] = {}  # arrivals so far
         self.state: dict[tuple[int, int], list[int]] = {}  # arrivals of a phase, those left, bytes left, phases
 
     def together(self, block: int, warpgroup: int) -> threading.Barrier:
         with self.changed:
             return self.groups.setdefault((block, warpgroup), threading.Barrier(4, timeout=60))
+
+    def turn(self, block: int, barrier: int, wait: bool) -> None:
+        """One of the four warps that wait, or of the four that give the turn."""
+        with self.changed:
+            state = self.turns.setdefault((block, barrier), [0])
+            state[0] += 1
+            phase = state[0] // 8
+            if state[0] % 8 == 0:
+                self.changed.notify_all()
+            elif wait:
+                assert self.changed.wait_for(lambda: state[0] // 8 > phase, timeout=60), f"block {block} waits for ever"
 
     def update(self, block: int, address: int, arrivals: int = 0, nbytes: int = 0) -> None:
         with self.changed:
@@ -217,6 +229,12 @@ class SimulatedWideWarp(SimulatedInt4Warp):
 
     def cluster_barrier(self) -> None:
         self.cluster.cluster_barrier.wait()
+
+    def wait_turn(self, barrier: np.ndarray) -> None:
+        self.barriers.turn(self.block, uniform(barrier), wait=True)
+
+    def give_turn(self, barrier: np.ndarray) -> None:
+        self.barriers.turn(self.block, uniform(barrier), wait=False)
 
     # Products
     def token_matrix(self, address: np.ndarray, tokens: int) -> tuple[int, int]:

@@ -39,6 +39,9 @@ from pallas_kernels.int4_matmul.wide_weights import RowPair
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 """Of each fetching and each multiplying thread, by the number of multiplying warpgroups."""
 
+TURNS = 8
+"""The first of the barriers (of the sixteen that a block has) at which warpgroups wait for their turn."""
+
 
 class Part:
     """The part of the product that a block works on: some features of some tokens over some of the stages."""
@@ -90,6 +93,8 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
             w.set_registers(REGISTERS[schedule.warpgroups][1], more=True)
         book = None if a.weights.book is None else Book(w, a.weights.book)
         start = (w.integer(0), w.integer(0))
+        if plan.takes_turns:
+            w.when(w.integer(plan.consumer_warps - 4) <= w.warp, lambda: w.give_turn(w.integer(TURNS)))
         if schedule.added > 1:
             only = part(w.integer(0))
             add_in_cluster(w, plan, a, only, rank, multiply_part(w, plan, a, only, book, start)[1])
@@ -181,6 +186,9 @@ def multiply_part(
     # The warpgroup's tiles of 64 features follow each other; this warp has a strip of each.
     strip = w.warp // 4 * (4 * schedule.tiles) + w.warp % 4
     column_tiles, pieces = range(STAGE // COLUMNS), range(0, plan.tile_bytes, PIECE_BYTES)
+    warpgroup = w.warp // 4
+    turn = warpgroup + TURNS
+    next_turn = w.select(turn < TURNS + schedule.warpgroups - 1, turn + 1, w.integer(TURNS))
 
     # Two batches a stage, so that one is unpacked while the other is multiplied. Each has products of all tiles: where
     # a loop goes round with some sums finished and others not, ptxas makes every product wait for the one before.
@@ -213,15 +221,19 @@ def multiply_part(
         base = slot * plan.stage_bytes
         w.barrier_wait(slot * 8 + plan.full_barriers, parity)
         address = base + strip * plan.words_bytes + w.lane * 16
-        words = [[words_of(address, u, t) for t in column_tiles] for u in tiles]
+        words = {} if plan.takes_turns else {t: [words_of(address, u, t) for u in tiles] for t in column_tiles}
         segments = [[segment(base, u, i) for i in range(plan.segments)] for u in tiles]
         matrix = w.token_matrix(base, schedule.tokens)
         for t in column_tiles:
             steps = range(COLUMNS // 16)
             operands = []
+            # Read where they are needed: else ptxas unpacks them between products, in this warpgroup's turn.
+            now = words[t] if words else [words_of(address, u, t) for u in tiles]
             for u in tiles:
                 for s in steps:
-                    operands += segments[u][(t * COLUMNS + s * 16) // plan.segment].weights(words[u][t][s])
+                    operands += segments[u][(t * COLUMNS + s * 16) // plan.segment].weights(now[u][s])
+            if plan.takes_turns:
+                w.wait_turn(turn)
             operands = w.wgmma_fence(operands)
             for u in tiles:
                 for s in steps:
@@ -229,6 +241,8 @@ def multiply_part(
                     advance = (t * len(steps) + s) * 2 * 16 * schedule.tokens
                     acc[u] = w.wgmma(acc[u], operands[first : first + 4], matrix, advance)
             w.wgmma_commit()
+            if plan.takes_turns:
+                w.give_turn(next_turn)
             # The batch before has been read. Behind the products: where ptxas sees a wait only before the next ones,
             # it makes them wait for each other too.
             if not last or t + 1 < len(column_tiles):

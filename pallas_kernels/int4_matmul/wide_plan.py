@@ -30,6 +30,8 @@ class WideSchedule:
     Where there are too few parts for that, a part is over one of `slices` x `added` slices of the inputs: `added`
     neighbouring ones are those of a cluster, in which their sums are added (then each block has one part, and
     `cluster` is 1); XLA adds the rest.
+
+    `turns`: the multiplying warpgroups take turns at the tensor cores, so that one unpacks while another multiplies.
     """
 
     tokens: int = 64
@@ -40,6 +42,7 @@ class WideSchedule:
     cluster: int = 1
     stages: int = 4
     blocks: int = 132
+    turns: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,10 @@ class WidePlan:
     @property
     def consumer_warps(self) -> int:
         return 4 * self.schedule.warpgroups
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.schedule.turns and self.schedule.warpgroups > 1
 
     @property
     def segment(self) -> int:

@@ -207,6 +207,14 @@ class WideWarp(Int4Warp):
         self._emit("barrier.cluster.arrive.release.aligned;", "")
         self._emit("barrier.cluster.wait.acquire.aligned;", "")
 
+    # Turns of two warpgroups
+    def wait_turn(self, barrier: Value) -> None:
+        """Waits until another warpgroup gives the turn at one of the block's sixteen barriers."""
+        self._emit("bar.sync $0, 256;", "r", barrier.ir)
+
+    def give_turn(self, barrier: Value) -> None:
+        self._emit("bar.arrive $0, 256;", "r", barrier.ir)
+
     # Matrix products of a warpgroup
     def token_matrix(self, address: Value, tokens: int) -> Value:
         """The descriptor of x in shared memory: 8 x 8 matrices [8 tokens, 16 bytes], tokens first."""
