@@ -7,6 +7,7 @@ a float32 product with the weight in bfloat16.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import pathlib
 import statistics
@@ -16,17 +17,22 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.harness import RESULTS, Recorder
-from benchmarks.kernels_int4 import BF16, ROTATED_BYTES, UP, timed
+from benchmarks.kernels_int4 import BF16, ROTATED_BYTES, UP
 from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, dequantize, int4_matmul
 
-BOOK = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+MAGNITUDES = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float32)
+BOOKS = {
+    "FP4": 0.0123 * np.concatenate([MAGNITUDES, -MAGNITUDES]),
+    "NF4": np.linspace(-1, 1, 16) ** 3,  # numbers that are no multiples of one of them
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A weight's bits, group size, dtype of its scales and what it has beside them: "", "zero_point" or "book"."""
+    """A weight's bits, group size, dtype of its scales and what it has beside them: "", "zero_point" or a name in BOOKS."""
 
     bits: int
     group: int
@@ -46,7 +52,7 @@ class Kind:
             offsets = jax.random.randint(keys[2], shape, 0, 2**self.bits, jnp.int32).astype(jnp.uint8)
         if self.bits == 8:
             return PackedInt8(words, scales, offsets, (n, k), self.group, "mosaic")
-        book = jnp.asarray(BOOK, jnp.float32) * np.float32(0.0123) if self.beside == "book" else None
+        book = jnp.asarray(BOOKS[self.beside], jnp.float32) if self.beside in BOOKS else None
         return PackedInt4(words, scales, offsets, book, (n, k), self.group, "mosaic")
 
 
@@ -55,34 +61,59 @@ KINDS = {
     "GPTQ-8": Kind(8, 128, BF16, "zero_point"),
     "Q8_0": Kind(8, 32, jnp.dtype(jnp.float16)),
     "Q6_K": Kind(8, 16, jnp.dtype(jnp.float32)),
-    "MXFP4": Kind(4, 32, BF16, "book"),
-    "NVFP4": Kind(4, 16, BF16, "book"),
+    "MXFP4": Kind(4, 32, BF16, "FP4"),
+    "NVFP4": Kind(4, 16, BF16, "FP4"),
+    "NF4": Kind(4, 64, jnp.dtype(jnp.float32), "NF4"),
 }
 CASES = [
-    *((name, 1) for name in ("GPTQ-8", "Q8_0", "MXFP4", "NVFP4", "INT4", "Q6_K")),
-    *((name, rows) for rows in (8, 64, 16) for name in ("GPTQ-8", "Q8_0", "NVFP4")),
+    *((name, 1) for name in ("MXFP4", "NVFP4", "NF4", "INT4", "Q6_K")),
+    *((name, rows) for rows in (8, 64, 16) for name in ("GPTQ-8", "Q8_0", "NVFP4", "NF4")),
 ]
 
 
-def run(recorder: Recorder, name: str, rows: int) -> None:
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """A case's compiled products of one x with a list of weights, and what the first of them should be."""
+
+    weights: list[Packed]
+    x: jax.Array
+    products: jax.stages.Compiled
+    expected: jax.stages.Compiled
+
+    @classmethod
+    def of(cls, name: str, rows: int) -> "Programs":
+        (k, n), kind = UP, KINDS[name]
+        count = max(2, -(-ROTATED_BYTES // (k * n * kind.bits // 8)))
+        weights = jax.jit(lambda: [kind.weight(seed, k, n) for seed in range(count)])()
+        x = jax.random.normal(jax.random.key(rows), (rows, k), BF16)
+
+        def products(x: jax.Array, weights: list[Packed]) -> list[jax.Array]:
+            return [int4_matmul(x, w, backend="mosaic", out_dtype=jnp.float32) for w in weights]
+
+        def expected(x: jax.Array, w: Packed) -> jax.Array:
+            return jnp.dot(x, dequantize(w, BF16).T, preferred_element_type=jnp.float32)
+
+        return cls(
+            weights,
+            x,
+            jax.jit(products).lower(x, weights).compile(),
+            jax.jit(expected).lower(x, weights[0]).compile(),
+        )
+
+
+def run(recorder: Recorder, name: str, rows: int, programs: Programs) -> None:
     (k, n), kind = UP, KINDS[name]
     nbytes = k * n * kind.bits // 8
-    make = jax.jit(lambda seeds: [kind.weight(seed, k, n) for seed in seeds])
-    weights = make(list(range(max(2, -(-ROTATED_BYTES // nbytes)))))
-    x = jax.random.normal(jax.random.key(rows), (rows, k), BF16)
-
-    @jax.jit
-    def reference(x: jax.Array, w: Packed) -> jax.Array:
-        return jnp.dot(x, dequantize(w, BF16).T, preferred_element_type=jnp.float32)
-
-    @jax.jit  # traced and lowered once, however often the timed function calls it
-    def product(x: jax.Array, w: Packed) -> jax.Array:
-        return int4_matmul(x, w, backend="mosaic", out_dtype=jnp.float32)
-
-    first, expected = product(x, weights[0]), reference(x, weights[0])
-    same = all(bool(jnp.array_equal(first, product(x, weights[0]))) for _ in range(3))
+    x, weights = programs.x, programs.weights
+    first, *others = [programs.products(x, weights)[0] for _ in range(4)]
+    expected = programs.expected(x, weights[0])
+    same = all(bool(jnp.array_equal(first, other)) for other in others)
     error = float(jnp.linalg.norm(first - expected) / jnp.linalg.norm(expected))
-    times, rest = timed(lambda x, weights: [product(x, w) for w in weights], x, weights)
+    _, timings = profiler.measure(programs.products, aggregate=False, iterations=6)(x, weights)
+    if timings is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    times = [t * 1e3 for iteration in timings[1:] for kernel, t in iteration if "int4_matmul" in kernel]
+    rest = sum(t * 1e3 for iteration in timings[1:] for _, t in iteration) / len(times) - statistics.mean(times)
     us = statistics.median(times)
     print(f"{name} {rows} rows: error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'} rest {rest:.1f} us")
     if not same or not error < 1e-2:
@@ -97,12 +128,16 @@ def main() -> None:
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
     arguments = parser.parse_args()
     started, recorder, failed = time.perf_counter(), Recorder("kernels", arguments.results), []
-    for name, rows in CASES:
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        programs = [pool.submit(Programs.of, name, rows) for name, rows in CASES]
+        concurrent.futures.wait(programs)
+    print(f"{len(programs)} cases compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    for (name, rows), program in zip(CASES, programs, strict=True):
         if time.perf_counter() - started > arguments.seconds:
             print(f"{name} {rows} rows: left out, the time is up", flush=True)
             continue
         try:
-            run(recorder, name, rows)
+            run(recorder, name, rows, program.result())
         except AssertionError as error:  # one wrong case must not cost the others
             failed.append(str(error))
             print(error, flush=True)
