@@ -284,10 +284,10 @@ class Batch:
         wanted = [self.requests[row].params.prompt_logprobs for row in group.rows]
         most = max((count for count in wanted if count is not None), default=None)
         if most is None:
-            logits, self.cache = steps.prefill(self.model.params, self.cache, *arguments, **options)
+            logits, self.cache = steps.prefill(self.model.prompt_params, self.cache, *arguments, **options)
             return logits
         logits, scores, self.cache = steps.prefill_scored(
-            self.model.params,
+            self.model.prompt_params,
             self.cache,
             *arguments,
             tokens[:, 1:],

@@ -22,7 +22,7 @@ type ReadPacked = Callable[[Sequence[str], Sequence[int], int], HostWeight | Non
 type ReadInto = Callable[[str, np.ndarray], None]
 """Fills an array with the canonical tensor of that name, converting to the array's dtype."""
 
-TOP = "top"
+TOP, _LAYER = "top", "layer_"
 
 type Piece = tuple[str, dict[str, DeviceWeight]]
 """A part of `Params` on its own: `TOP` and its fields outside the layers, or a layer's `piece_name` and its fields."""
@@ -144,7 +144,12 @@ def has_own_head(plan: Plan | None) -> bool:
 
 def piece_name(index: int) -> str:
     """What the piece of a layer is called: such that names sort as layers do."""
-    return f"layer_{index:05d}"
+    return f"{_LAYER}{index:05d}"
+
+
+def piece_owner(params: Params, name: str) -> Params | LayerParams:
+    """What holds the fields of a piece."""
+    return params if name == TOP else params.layers[int(name.removeprefix(_LAYER))]
 
 
 def piece_specs(config: ModelConfig, *, own_head: bool = False) -> Iterator[tuple[str, dict[str, ParamSpec]]]:
@@ -218,6 +223,13 @@ def assemble(
 
 
 def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, plan: Plan | None = None) -> Params:
+    """`random_pieces` as `Params`."""
+    return from_pieces(random_pieces(config, dtype, seed, plan=plan))
+
+
+def random_pieces(
+    config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, plan: Plan | None = None
+) -> Iterator[Piece]:
     """Weights of the right shapes made on the device: uniform with standard deviation 0.02, norms 1.
 
     For benchmarks: no file is read and nothing passes through the host. What `plan` names is packed, with random codes
@@ -254,4 +266,4 @@ def random_params(config: ModelConfig, dtype: jnp.dtype | type, seed: int, *, pl
             parts.append(uniform(shape)(part_key) if precision is None else pack(part_key, shape, precision))
         return parts[0] if len(parts) == 1 else StackedOutputs(tuple(parts))
 
-    return build(config, make, has_own_head(plan))
+    return build_pieces(config, make, has_own_head(plan))

@@ -12,12 +12,20 @@ from jaxinfer import kv_cache
 from jaxinfer.batch import PAGE_SIZE, pages_for, pool_pages
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
-from jaxinfer.model import inspect, weights_dtype_for
+from jaxinfer.model import dtype_with_copy, inspect
 from jaxinfer.params import random_params
 from jaxinfer.planning.chart import figure, text_bars
 from jaxinfer.planning.target import Target, target_for
 from jaxinfer.planning.temporaries import Temporaries, Work, compiled, estimate
-from jaxinfer.planning.weights import Storage, abstract_params, bytes_by_precision, loading_bytes, num_bytes
+from jaxinfer.planning.weights import (
+    Storage,
+    abstract_params,
+    bytes_by_precision,
+    loading_bytes,
+    num_bytes,
+    prompt_params,
+)
+from jaxinfer.prefill_copy import copied_bytes
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.speculative.ngram import MAX_DRAFTED
 
@@ -123,6 +131,7 @@ def memory_plan(
     quantize: Plan | str | os.PathLike[str] | None = None,
     packed: bool | None = None,
     kv_dtype: jnp.dtype | type | str | None = None,
+    prefill_dtype: jnp.dtype | type | str | None = None,
     draft: str | os.PathLike[str] | None = None,
     num_drafted: int = 4,
     random_weights: bool = False,
@@ -133,8 +142,9 @@ def memory_plan(
 
     `batch` sequences of `context` tokens each (the model's context by default), prompt and output together. The
     device is this process's, or with `gpu_memory` ("24GiB") a GPU that need not be here; of a GPU, arrays get the
-    share that JAX takes. `dtype`, `quantize`, `packed` and `kv_dtype` are those of `load`; `random_weights` plans for
-    the random codes that it makes for benchmarks. `draft` is a smaller model that drafts `num_drafted` tokens a step.
+    share that JAX takes. `dtype`, `quantize`, `packed`, `kv_dtype` and `prefill_dtype` are those of `load`;
+    `random_weights` plans for the random codes that it makes for benchmarks. `draft` is a smaller model that drafts
+    `num_drafted` tokens a step.
 
     Weights and cache are counted by the functions that allocate them, and exact. Activations and other temporaries
     come from a formula (within a tenth or so); `compile` asks XLA instead, which takes some seconds and is for this
@@ -147,7 +157,9 @@ def memory_plan(
         raise ValueError("packed keeps the codes of the checkpoint, quantize makes new ones: pass one of them")
     if compile and not target.is_here:
         raise ValueError("compile asks the compiler for this process's device, which is not a GPU; leave it out")
-    weights_dtype = target.default_dtype if dtype is None else weights_dtype_for(dtype)
+    if dtype is None and prefill_dtype is None:
+        dtype = target.default_dtype
+    weights_dtype = dtype_with_copy(dtype, prefill_dtype)
     cache_dtype = weights_dtype if kv_dtype is None else kv_dtype
     kv_cache.format_for(cache_dtype)
     found = inspect(path_or_name, progress=progress)
@@ -159,6 +171,10 @@ def memory_plan(
         params = jax.eval_shape(lambda: random_params(config, weights_dtype, 0, plan=storage.plan))
     else:
         params = abstract_params(found.path, config, storage, target)
+    weights, prompts = bytes_by_precision(params), params
+    if prefill_dtype is not None:
+        prompts = prompt_params(params, config, weights_dtype)
+        weights[f"{weights_dtype}, a copy for prompts"] = copied_bytes(params, config, weights_dtype)
     models = [Loaded(config, params, jnp.dtype(cache_dtype))]
     if draft is not None:
         if not 1 <= num_drafted <= MAX_DRAFTED:
@@ -174,24 +190,30 @@ def memory_plan(
     spare = 0 if draft is None else num_drafted
     loading = max(loading_bytes(model.params, storage, random_weights) for model in models)
 
+    draft_weights = {} if draft is None else bytes_by_precision(models[1].params)
+    all_weights = sum(weights.values()) + sum(draft_weights.values())
+
     def temporaries(rows: int, tokens: int) -> Temporaries:
-        return estimate(config, params, weights_dtype, Work.of(rows, tokens, target.backend), target.backend)
+        return estimate(config, prompts, weights_dtype, Work.of(rows, tokens, target.backend), target.backend)
 
     def fits(rows: int, tokens: int) -> bool:
         cache = _cache_bytes(models, rows, tokens, spare)
-        weights = sum(num_bytes(model.params) for model in models)
-        return _fits(target.capacity, weights, cache, weights + cache + temporaries(rows, tokens).most)
+        return _fits(target.capacity, all_weights, cache, all_weights + cache + temporaries(rows, tokens).most)
 
     work = Work.of(batch, context, target.backend)
-    chosen = compiled(config, params, work, jnp.dtype(cache_dtype)) if compile else temporaries(batch, context)
+    chosen = (
+        compiled(config, params, work, jnp.dtype(cache_dtype), prompts=prompts)
+        if compile
+        else temporaries(batch, context)
+    )
     return MemoryPlan(
         model=os.fspath(path_or_name),
         device=target.name,
         capacity=target.capacity,
         batch=batch,
         context=context,
-        weights=bytes_by_precision(params),
-        draft_weights={} if draft is None else bytes_by_precision(models[1].params),
+        weights=weights,
+        draft_weights=draft_weights,
         kv_dtype=jnp.dtype(cache_dtype).name,
         kv_bytes_per_token=sum(kv_cache.bytes_per_token(model.config, model.cache_dtype) for model in models),
         kv_cache=_cache_bytes(models, batch, context, spare),

@@ -97,22 +97,32 @@ def estimate(config: ModelConfig, params: Params, dtype: jnp.dtype, work: Work, 
 
 
 def compiled(
-    config: ModelConfig, params: Params, work: Work, cache_dtype: jnp.dtype, *, num_layers: int | None = None
+    config: ModelConfig,
+    params: Params,
+    work: Work,
+    cache_dtype: jnp.dtype,
+    *,
+    prompts: Params | None = None,
+    num_layers: int | None = None,
 ) -> Temporaries:
     """As XLA's compiler says, for this process's device, of programs with a few layers and no weights.
 
     Layers are unrolled and take turns in the same room (`decoder.MANY_TOKENS` sees to that), so the first layers of
-    each kind say it all (`num_layers`: so many instead). A few seconds a program.
+    each kind say it all (`num_layers`: so many instead). A few seconds a program. `prompts` are the params of prefill,
+    where they are others.
     """
     kept = representative_layers(config, params) if num_layers is None else list(range(num_layers))
     thin = dataclasses.replace(config, layers=tuple(config.layers[index] for index in kept))
-    weights = dataclasses.replace(params, layers=[params.layers[index] for index in kept])
+    weights, prompt_weights = (
+        dataclasses.replace(own, layers=[own.layers[index] for index in kept])
+        for own in (params, params if prompts is None else prompts)
+    )
     width = pages_for(work.context)
     pages = 1 + work.rows * width
     cache = jax.eval_shape(lambda: kv_cache.create(thin, pages, PAGE_SIZE, cache_dtype))
     prefill = 0
     for first in (True, False) if work.continues else (True,):
-        analysis = _prefill(thin, weights, cache, work, first)
+        analysis = _prefill(thin, prompt_weights, cache, work, first)
         prefill = max(prefill, analysis)
     decode = _decode(thin, weights, cache, work, width)
     logits = 4 * config.vocab_size

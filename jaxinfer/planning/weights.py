@@ -25,8 +25,9 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.packed_weights import PackedReader
-from jaxinfer.params import ParamSpec, ReadPacked, build, from_pieces, has_own_head, linear_names
+from jaxinfer.params import ParamSpec, ReadPacked, build, build_pieces, from_pieces, has_own_head, linear_names
 from jaxinfer.planning.target import Target
+from jaxinfer.prefill_copy import with_copies
 from jaxinfer.quantization.plan import CALIBRATED, Plan, Precision
 from jaxinfer.quantization.quantizer import quantize_weight
 from jaxinfer.store.manifest import is_store
@@ -58,6 +59,11 @@ def abstract_params(path: pathlib.Path, config: ModelConfig, storage: Storage, t
         return _as_kept(Store(path), storage, target)
     with _packed_reader(path, config, storage, target) as read_packed:
         return build(config, lambda spec: _as_stored(spec, storage, target, read_packed), False)
+
+
+def prompt_params(params: Params, config: ModelConfig, dtype: jnp.dtype) -> Params:
+    """Those with which `load(prefill_dtype=...)` computes prompts: a second copy of what is packed, decoded."""
+    return with_copies(params, config, build_pieces(config, lambda spec: _plain(spec, Storage(dtype)), False))
 
 
 def bytes_by_precision(params: Params) -> dict[str, int]:
