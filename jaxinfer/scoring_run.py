@@ -1,8 +1,10 @@
 """Runs a scoring plan on the device: prefill call after call, the LM head over the scored positions alone."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
+import os
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -133,13 +135,14 @@ def run_pairs(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> Itera
     cache = kv_cache.create(model.config, num_pages, PAGE_SIZE, model.cache_dtype)
     width = padded(-(-max(pair.num_inputs for pair in pairs) // PAGE_SIZE), MIN_PAGES)
     waiting: collections.deque[tuple[list[Run], jax.Array, jax.Array]] = collections.deque()
-    for level in schedule(forest, num_pages, PAGE_SIZE):
-        for runs, size in calls_for(level, limits):
-            arrays, options = call_arguments(model, runs, size, width)
-            logprobs, best, cache = prefill_targets(model.params, cache, *arrays, **options)
-            waiting.append((runs, logprobs, best))
-            if len(waiting) > 2:  # the device has its next calls while the host reads what the last one gave
-                yield read_call(*waiting.popleft())
+    calls = [call for level in schedule(forest, num_pages, PAGE_SIZE) for call in calls_for(level, limits)]
+    _compile_together(model, cache, [Shape.of(model.config, *call) for call in calls], width)
+    for runs, size in calls:
+        arrays, options = call_arguments(model, runs, size, width)
+        logprobs, best, cache = prefill_targets(model.params, cache, *arrays, **options)
+        waiting.append((runs, logprobs, best))
+        if len(waiting) > 2:  # the device has its next calls while the host reads what the last one gave
+            yield read_call(*waiting.popleft())
     while waiting:
         yield read_call(*waiting.popleft())
 
@@ -182,17 +185,64 @@ def calls_for(level: Sequence[Run], limits: Limits) -> Iterator[tuple[list[Run],
             del rest[:taken], sizes[:taken]
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What makes a call of `prefill_targets` a program of its own, beside the model, its cache and the table's width."""
+
+    rows: int
+    size: int
+    """Tokens of a row."""
+    num_places: int
+    head_rows: int
+    from_empty: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig, runs: Sequence[Run], size: int) -> "Shape":
+        """Of a call for rows of `size` tokens."""
+        rows = bucket(len(runs))
+        # Room for a target a token, so that the number of targets makes no program of its own; of many answers to the
+        # same few tokens there are more.
+        num_places = max(rows * size, bucket(sum(len(run.targets.places) for run in runs)))
+        head_rows = head_rows_for(config, num_places)
+        return cls(rows, size, -(-num_places // head_rows) * head_rows, head_rows, runs[0].start == 0)
+
+
+_COMPILED: set[tuple[object, ...]] = set()
+"""What `_compile_together` has seen: only a hint where to look for compilations that can run side by side."""
+
+
+def _compile_together(model: Model, cache: PagedKVCache, shapes: Sequence[Shape], width: int) -> None:
+    """Compiles the programs of several calls in threads, where they would else be compiled one after the other."""
+    pools = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache))
+    wanted = {(model.config, model.dtype, pools, width, shape): shape for shape in shapes}
+    new = [shape for key, shape in wanted.items() if key not in _COMPILED]
+    _COMPILED.update(wanted)
+    if len(new) < 2:
+        return
+
+    def ints(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.int32)
+
+    def compile_one(shape: Shape) -> None:
+        rows = ints(shape.rows)
+        batch = (ints(shape.rows, shape.size), rows, rows, ints(shape.rows, width), rows)
+        targets = (ints(shape.num_places), ints(shape.num_places), ints())
+        pages = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), cache)
+        options = {"config": model.config, "head_rows": shape.head_rows, "from_empty": shape.from_empty}
+        prefill_targets.lower(model.params, pages, *batch, *targets, **options).compile()
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, new))
+
+
 def call_arguments(model: Model, runs: Sequence[Run], size: int, width: int) -> tuple[tuple[jax.Array, ...], dict]:
     """The arrays of one call of `prefill_targets` for rows of `size` tokens, and its static arguments."""
-    rows = bucket(len(runs))
+    shape = Shape.of(model.config, runs, size)
+    rows = shape.rows
     tokens = np.zeros((rows, size), np.int32)
     lengths, starts, context_lengths = (np.zeros(rows, np.int32) for _ in range(3))
     page_table = np.full((rows, width), kv_cache.SCRATCH_PAGE, np.int32)
-    # Room for a target a token, so that the number of targets makes no program of its own; of many answers to the same
-    # few tokens there are more.
-    num_places = max(rows * size, bucket(sum(len(run.targets.places) for run in runs)))
-    head_rows = head_rows_for(model.config, num_places)
-    places, targets = (np.zeros(-(-num_places // head_rows) * head_rows, np.int32) for _ in range(2))
+    places, targets = (np.zeros(shape.num_places, np.int32) for _ in range(2))
     count = 0
     for row, run in enumerate(runs):
         tokens[row, : len(run.tokens)] = run.tokens
@@ -206,7 +256,7 @@ def call_arguments(model: Model, runs: Sequence[Run], size: int, width: int) -> 
     arrays = jax.device_put(
         (tokens, lengths, starts, page_table, context_lengths, places, targets, np.array(count, np.int32))
     )
-    return arrays, {"config": model.config, "head_rows": head_rows, "from_empty": runs[0].start == 0}
+    return arrays, {"config": model.config, "head_rows": shape.head_rows, "from_empty": shape.from_empty}
 
 
 def read_call(runs: Sequence[Run], logprobs: jax.Array, best: jax.Array) -> Scored:

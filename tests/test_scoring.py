@@ -234,14 +234,29 @@ def test_the_head_takes_what_fits_its_share_of_memory() -> None:
 
 
 def test_calls_of_the_same_sizes_share_their_programs(rng: np.random.Generator) -> None:
-    def run() -> None:
-        prompts = rng.integers(0, 90, (3, 20)).tolist()
-        score(LLAMA, prompts, rng.integers(0, 90, (3, 4)).tolist())
+    """And what is compiled ahead, side by side, is what the calls then find."""
+    compiled: list[str] = []
 
-    run()
-    compiled = prefill_targets._cache_size()
-    run()
-    assert prefill_targets._cache_size() == compiled
+    def note(event: str, *_: object, **details: object) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(str(details.get("fun_name")))
+
+    def run() -> list[str]:
+        compiled.clear()
+        prompts = rng.integers(0, 90, (2, 100)).tolist()
+        score(LLAMA, [prompts[0], prompts[0], prompts[1]], rng.integers(0, 90, (3, 4)).tolist())
+        return [name for name in compiled if "prefill_targets" in name]
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        jaxinfer.scoring_run._COMPILED.clear()
+        prefill_targets.clear_cache()
+        names = run()
+        # A prompt that two answers share and one with its answer; then the two answers. XLA compiles each once.
+        assert len(names) == len(jaxinfer.scoring_run._COMPILED) == 2
+        assert not run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_rows_are_padded_to_few_lengths_that_kernels_take() -> None:
