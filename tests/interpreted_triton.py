@@ -72,7 +72,7 @@ def interpreter() -> Iterator[Any]:
         ) -> list[jax.Array]:
             del num_warps, num_stages
             function = kernel.fn
-            arrays = [np.asarray(x) for x in inputs]
+            arrays = [_of_numpy(np.asarray(x)) for x in inputs]
             shapes = [(out.shape, np.dtype(out.dtype)) for out in out_type]
             # The interpreter knows no assembly.
             job = worker.submit(_run, function.__module__, function.__name__, arrays, shapes, grid, constants | NO_ASM)
@@ -82,6 +82,11 @@ def interpreter() -> Iterator[Any]:
 
 
 NO_ASM = {"ASM": False}
+
+
+def _of_numpy(array: np.ndarray) -> np.ndarray:
+    """NumPy has no float8: its bytes, which is how the kernels read it too."""
+    return array.view(np.int8) if array.dtype.itemsize == 1 else array
 
 
 def _start() -> None:

@@ -23,8 +23,6 @@ from tests import paged_attention_cases as cases
 from tests.interpreted_triton import BLOCK_BYTES, compile_for, interpreter, needs_triton
 from tests.paged_attention_cases import Case
 
-INTERPRETED = [case for case in CASES if case.kv != "float8_e4m3fn"]  # NumPy has no float8
-
 
 def options_of(case: Case) -> dict[str, Any]:
     return {"scale": case.scale, "window": case.window, "softcap": case.softcap}
@@ -45,10 +43,8 @@ def interpreted(worker: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @needs_triton
 @pytest.mark.parametrize(("splits", "dtype"), [(1, np.float32), (3, cases.BF16)])
-@pytest.mark.parametrize("case", INTERPRETED)
+@pytest.mark.parametrize("case", CASES)
 def test_kernels_interpreted(interpreted, case: Case, splits: int, dtype: type) -> None:
-    if case.kv == "int8" and dtype == cases.BF16:
-        dtype = np.float16  # the interpreter makes a bfloat16's bits of an int8
     arrays = cases.make(case, dtype)
     rows = case.tokens * case.group
     schedule = Schedule(16 if rows <= 16 else 32, 32, 1, 5, splits)
@@ -100,8 +96,14 @@ def test_compiles_for(capability: int, case: Case, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_schedules(pairs, rows, head_dim, max_keys, card, expected) -> None:
-    sizes = {"pairs": pairs, "rows": rows, "head_dim": head_dim, "row_bytes": 2 * head_dim, "max_keys": max_keys}
-    assert schedule_for(**sizes, exact=False, multiprocessors=card[0], capability=card[1]) == expected
+    sizes = {"pairs": pairs, "rows": rows, "head_dim": head_dim, "max_keys": max_keys, "exact": False}
+    assert schedule_for(**sizes, codes=False, multiprocessors=card[0], capability=card[1]) == expected
+
+
+def test_schedules_of_codes_have_more_blocks() -> None:
+    sizes = {"pairs": 512, "rows": 4, "head_dim": 128, "max_keys": 4096, "codes": True, "exact": False}
+    assert schedule_for(**sizes, multiprocessors=132, capability="9.0") == Schedule(16, 32, 1, 5, 2)
+    assert schedule_for(**sizes, multiprocessors=108, capability="8.0") == Schedule(16, 32, 1, 5, 1)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")

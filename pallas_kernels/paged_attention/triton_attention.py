@@ -12,19 +12,25 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import triton_backend
+from pallas_kernels.paged_attention.formats import format_of
 
 MAX_TOKENS = 16
 TILE_BYTES = 8192
-"""Of keys, or of values, in a tile: two of each in flight for a block fit four blocks on a multiprocessor of 164 KB."""
+"""Of keys, or of values, in a tile, as numbers of 16 bits: that many a warp has registers for.
+
+Two such tiles of each in flight for a block fit four blocks on a multiprocessor of 164 KB, and eight of 8-bit codes.
+"""
 LEAST_TILES = 4
 """Tiles of a split, so that its pipeline fills."""
 MOST_SPLITS = 64
 """What the merging block holds in registers at once."""
-BLOCKS = {"8.0": 4, "9.0": 4}
-"""Blocks of one warp wanted on each multiprocessor, by compute capability; 2 on what is not listed: 100 KB of shared
+BLOCKS = {"8.0": (4, 7), "9.0": (4, 8)}
+"""Blocks of one warp wanted on each multiprocessor, by compute capability: for pages of numbers, and of codes, which
 
-memory, and less bandwidth for each.
+take half the bytes or less and more arithmetic to overlap.
 """
+OTHER_BLOCKS = (2, 4)
+"""On what is not listed: 100 KB of shared memory, and less bandwidth for each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +65,8 @@ def schedule_for(
     pairs: int,
     rows: int,
     head_dim: int,
-    row_bytes: int,
     max_keys: int,
+    codes: bool,
     exact: bool,
     multiprocessors: int,
     capability: str,
@@ -68,19 +74,21 @@ def schedule_for(
     """The schedule for `pairs` (sequence, KV head) of `rows` query rows over up to `max_keys` keys.
 
     Blocks are as many as run at once; if the pairs alone are more, enough for several rounds, so that the last one
-    matters little. `max_keys` stands for the lengths, which are not known yet.
+    matters little. `max_keys` stands for the lengths, which are not known yet. `exact` is for float32.
     """
     block_rows = 16 if rows <= 16 or exact else 32 if rows <= 32 else 64
-    head_dim, row_bytes = _power_of_two(head_dim), _power_of_two(row_bytes)
+    row_bytes = _power_of_two(head_dim) * (4 if exact else 2)
     if row_bytes > 256:
         keys, stages = max(16, 2 * TILE_BYTES // row_bytes), 3  # half the stages, tiles of twice the size
     else:
-        keys, stages = max(16, min(64, TILE_BYTES // max(row_bytes, head_dim))), 5
+        keys, stages = min(64, TILE_BYTES // row_bytes), 5
     warps = block_rows // 16
     if exact:
         warps, stages = 4, 3  # three products for one: the operands need more registers
+    elif warps == 2 and stages == 5:
+        keys = 64  # with a key's page id for every thread, threads need not part ways to ask for them
     groups = pairs * -(-rows // block_rows)
-    places = multiprocessors * BLOCKS.get(capability, 2) // warps
+    places = multiprocessors * BLOCKS.get(capability, OTHER_BLOCKS)[codes] // warps
     splits = places // groups if groups <= places else -(-4 * places // groups) if groups < 4 * places else 1
     splits = max(1, min(splits, MOST_SPLITS, -(-max_keys // keys) // LEAST_TILES))
     return Schedule(block_rows, keys, warps, stages, splits)
@@ -106,7 +114,9 @@ def paged_attention(
     from pallas_kernels.paged_attention import triton_kernels
 
     batch, tokens, q_heads, head_dim = q.shape
-    _, kv_heads, page_size, width = k_pages.shape
+    num_pages, kv_heads, page_size, width = k_pages.shape
+    form = None if scales is None else format_of(k_pages.dtype)
+    words = width if form is None else width // 2  # of a row, see the kernel
     rows = tokens * (q_heads // kv_heads)
     if schedule is None:
         keys = page_table.shape[1] * page_size
@@ -114,8 +124,8 @@ def paged_attention(
             pairs=batch * kv_heads,
             rows=rows,
             head_dim=head_dim,
-            row_bytes=width * k_pages.dtype.itemsize,
             max_keys=keys if window is None else min(keys, window + tokens),
+            codes=scales is not None,
             exact=q.dtype == jnp.float32,
             multiprocessors=triton_backend.multiprocessors(),
             capability=triton_backend.capability(),
@@ -135,17 +145,19 @@ def paged_attention(
         grid=(batch * kv_heads, schedule.splits, -(-rows // schedule.block_rows)),
         num_warps=schedule.warps,
         num_stages=schedule.stages,
-        WIDTH=width,
+        WIDTH=words,
         PAGE=page_size,
         PAGES=page_table.shape[1],
         SCALE=scale,
         WINDOW=window,
         SOFTCAP=softcap,
-        CODES=scales is not None,
+        FORMAT=None if form is None else form.name,
+        LARGE=num_pages * kv_heads * page_size * words >= 2**31,
         BLOCK_R=schedule.block_rows,
-        BLOCK_W=max(16, _power_of_two(width)),
+        BLOCK_W=max(16, _power_of_two(words)),
         KEYS=schedule.keys,
         STAGES=schedule.stages,
+        ASM=True,
         **sizes,
     )
     out, lse = triton_backend.call(
