@@ -32,7 +32,7 @@ BOOKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A weight's bits, group size, dtype of its scales and what it has beside them: "", "zero_point" or a name in BOOKS."""
+    """A weight's bits, group size, dtype of its scales; "", "zero_point" or the name of a book."""
 
     bits: int
     group: int
