@@ -399,6 +399,8 @@ def test_g3_request_at_the_wall_of_the_pool() -> None:
     [
         ({"max_decode_batch": 0}, "max_decode_batch=0; expected an integer of at least 1"),
         ({"decode_chunk": 2.0}, "decode_chunk=2.0; expected an integer of at least 1"),
+        ({"decode_chunk": 10**30}, "decode_chunk=1000000000000000000000000000000; expected at most 4096"),
+        ({"max_context": 2**31}, "max_context=2147483648; expected at most 2147483647"),
         ({"num_pages": 1}, "num_pages=1; expected an integer of at least 2: page 0 is scratch"),
         ({"num_pages": "many"}, "num_pages='many'; expected an integer of at least 2"),
         ({"page_size": None}, "page_size=None; expected an integer of at least 1"),

@@ -84,6 +84,8 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 why = ": page 0 is scratch" if name == "num_pages" else ""
                 raise ValueError(f"{name}={value!r}; expected an integer of at least {least}{why}")
+            if value > (most := _MOST.get(name, 2**31 - 1)):
+                raise ValueError(f"{name}={value}; expected at most {most}")
         for name in ("prefill_lengths", "prefill_rows", "decode_rows"):
             value = getattr(self, name)
             if value is None and name != "prefill_rows":
@@ -125,6 +127,8 @@ _INTEGERS = {
     "host_pages": 0,
 }
 """Least values."""
+_MOST = {"max_decode_batch": 1 << 16, "page_size": 1 << 16, "decode_chunk": 1 << 12}
+"""Most, of those that programs are unrolled or padded to; of the others what fits 32 bits."""
 
 
 def _is_number(value: object) -> bool:
