@@ -9,12 +9,15 @@ whatever the models say: its records have mode "synthetic". `text` is a real mod
 """
 
 import argparse
+import concurrent.futures
 import pathlib
+import time
 
 import jaxinfer as ji
+from benchmarks import passes
 from benchmarks.decode import load, prompts, weights_of
 from benchmarks.harness import Recorder
-from jaxinfer.speculative.comparison import Comparison, Run, compare, first_differences, measure_plain
+from jaxinfer.speculative.comparison import Comparison, Run, compare, compile_ahead, first_differences, measure_plain
 from jaxinfer.speculative.lossy import SyntheticAcceptance
 from jaxinfer.speculative.policy import FixedLength
 from jaxinfer.speculative.proposer import Draft
@@ -71,10 +74,12 @@ OPEN = (
 )
 
 
-def record(recorder: Recorder, case: dict[str, object], found: Comparison, extra: dict[str, tuple[float, str]]) -> None:
+def metrics_of(found: Comparison) -> dict[str, tuple[float, str]]:
+    """Values and units of a comparison, as records have them."""
     report = found.report
     metrics = {
         "speedup": (found.speedup, ""),
+        "running_speedup": (found.running_speedup, ""),
         "tokens_per_s": (found.speculative.tokens_per_second, "tok/s"),
         "plain_tokens_per_s": (found.plain.tokens_per_second, "tok/s"),
         "acceptance": (report.acceptance_rate, ""),
@@ -87,28 +92,46 @@ def record(recorder: Recorder, case: dict[str, object], found: Comparison, extra
         "verify_over_plain": (found.verify_step / found.plain_step, ""),
         "same_completions": (found.same_tokens / len(found.plain.token_ids), ""),
     }
-    metrics |= {f"acceptance_{place}": (share, "") for place, share in enumerate(report.acceptance_by_position, 1)}
-    recorder.record(case, metrics | extra)
+    return metrics | {
+        f"acceptance_{place}": (share, "") for place, share in enumerate(report.acceptance_by_position, 1)
+    }
 
 
 def machinery(recorder: Recorder, options: argparse.Namespace) -> None:
-    """Target and draft of given shapes, acceptance by chance. The target's and the draft's own steps are timed too."""
+    """Target and draft of given shapes, acceptance by chance; the models' passes are timed by themselves too."""
+    started = time.perf_counter()
     target = load(options.target, weights_of(options.target, options), options.kv)
     small = None if options.draft is None else load(options.draft, weights_of(options.draft, options), options.kv)
+    drafts = [ji.SelfDraft(target, k, num_layers=options.layers) for k in options.k]
+    if small is not None:
+        drafts = [ji.ModelDraft(small, k) for k in options.k]
+    chance = SyntheticAcceptance(options.acceptance)
+    params = ji.SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)
+    place = options.prompt + options.output // 2
     for batch in options.batch:
         ids = prompts(target, batch, options.prompt)
-        params = ji.SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)
+        runs = [ji.Speculation(draft, acceptance=chance, policy=FixedLength()) for draft in drafts]
+        draft_model = passes.of_draft(drafts[0])
+        widths = [1, *(k + 1 for k in options.k)]
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # compilation takes longest
+            ahead = pool.submit(compile_ahead, target, ids, params, runs)
+            timed = {width: pool.submit(passes.Passes, target, batch, width, place) for width in widths}
+            drafting = pool.submit(passes.Passes, draft_model, batch, 1, place)
+        ahead.result()
+        print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
         plain = measure_plain(target, ids, params)
-        for k in options.k:
-            draft: Draft = (
-                ji.SelfDraft(target, k, num_layers=options.layers) if small is None else ji.ModelDraft(small, k)
-            )
-            chance = SyntheticAcceptance(options.acceptance)
-            speculation = ji.Speculation(draft, acceptance=chance, policy=FixedLength())
+        alone = {width: program.result().seconds() for width, program in timed.items()}
+        draft_pass = drafting.result().seconds()
+        for speculation in runs:
             found = compare(target, ids, params, speculation, plain=plain)
-            extra = {}
-            if small is not None:
-                extra["overhead"] = overhead(small, ids, params, found)
+            k = found.k
+            extra = {
+                "draft_pass_ms": (1e3 * draft_pass, "ms"),
+                "verify_pass_ms": (1e3 * alone[k + 1], "ms"),
+                "plain_pass_ms": (1e3 * alone[1], "ms"),
+                "verify_cost": (alone[k + 1] / alone[1], ""),
+                "overhead": (1.0 - (alone[k + 1] + k * draft_pass) / found.step, ""),
+            }
             case: dict[str, object] = {
                 "target": options.target,
                 "weights": quantisation(target.params),
@@ -121,13 +144,7 @@ def machinery(recorder: Recorder, options: argparse.Namespace) -> None:
                 "prompt": options.prompt,
                 "output": options.output,
             }
-            record(recorder, case, found, extra)
-
-
-def overhead(small: ji.Model, ids: list[list[int]], params: ji.SamplingParams, found: Comparison) -> tuple[float, str]:
-    """Share of a step that is neither verification nor k steps of the draft by itself (which sample as well)."""
-    _, own_step = measure_plain(small, ids, params)
-    return 1.0 - (found.verify_step + found.k * own_step) / found.step, ""
+            recorder.record(case, metrics_of(found) | extra)
 
 
 def text(recorder: Recorder, options: argparse.Namespace) -> None:
@@ -169,7 +186,7 @@ def measure_text(
         "output": options.output,
     }
     gaps = [abs(difference.gap) for difference in first_differences(model, ids, found)]
-    record(recorder, case, found, {"largest_tie_gap": (max(gaps), "nats")} if gaps else {})
+    recorder.record(case, metrics_of(found) | ({"largest_tie_gap": (max(gaps), "nats")} if gaps else {}))
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
 """The same prompts without a draft, with one, and through verification alone: what a draft gains and costs."""
 
+import concurrent.futures
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxinfer.generation import stream
 from jaxinfer.model import Model
@@ -48,6 +49,11 @@ class Comparison:
         return self.speculative.tokens_per_second / self.plain.tokens_per_second
 
     @property
+    def running_speedup(self) -> float:
+        """Speed-up of rows that run: rows that have ended while others go on, as in this batch, are not in it."""
+        return self.report.tokens_per_step * self.plain_step / self.step
+
+    @property
     def draft_seconds(self) -> float:
         """Of a step: what it takes longer than verification alone."""
         return max(0.0, self.step - self.verify_step)
@@ -90,9 +96,27 @@ def compare(
     """
     plain_run, plain_step = measure_plain(model, prompts, params, repeats=repeats) if plain is None else plain
     k = speculation.draft.k
-    _, _, verify_step = _measure(model, prompts, params, Speculation(NullDraft(k), policy=FixedLength()), repeats)
+    _, _, verify_step = _measure(model, prompts, params, _verification(k), repeats)
     run, report, step = _measure(model, prompts, params, speculation, repeats)
     return Comparison(speculation.draft.name, k, plain_run, run, report, plain_step, verify_step, step)
+
+
+def compile_ahead(
+    model: Model,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    speculations: Iterable[Speculation],
+) -> None:
+    """Compiles what `compare` runs for these speculations, all of it side by side: each runs once in a thread."""
+    speculations = list(speculations)
+    verifying = [_verification(k) for k in dict.fromkeys(speculation.draft.k for speculation in speculations)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda kind: timed_run(model, prompts, params, kind), [None, *verifying, *speculations]))
+
+
+def _verification(k: int) -> Speculation:
+    """Steps that verify and draft nothing."""
+    return Speculation(NullDraft(k), policy=FixedLength())
 
 
 @dataclasses.dataclass(frozen=True)
