@@ -9,7 +9,7 @@
 `--policies` serves chat-like requests: Poisson arrivals, prompts of up to 2048 tokens most of which are short, answers
 of up to 512; `--rows` chooses some of its rows. Shapes have random weights, so a draft's tokens are accepted with a
 given probability, whatever the models say: its records say "acceptance": "synthetic". `--interference` compares the
-time per output token of readers with and without the long prompts.
+time per output token of readers with and without the long prompts; together with `--policies` it shares their programs.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import numpy as np
 import jaxinfer as ji
 from benchmarks.harness import RESULTS, Recorder
 from benchmarks.llm import load
+from jaxinfer import kv_cache
 from jaxinfer.engine.metrics import Latency
 from jaxinfer.engine.workload import Arrival, replay
 from jaxinfer.speculative.lossy import SyntheticAcceptance
@@ -34,13 +35,14 @@ PARAMS = ji.SamplingParams(temperature=0.6, ignore_eos=True)
 
 
 def config(policy: str, arguments: argparse.Namespace) -> ji.EngineConfig:
-    """One configuration for both policies, so that they share their programs."""
+    """One configuration for both policies, so that they share their programs, of which there are few."""
     return ji.EngineConfig(
         max_decode_batch=arguments.batch,
         max_context=arguments.longest * 2,
         max_prefill_tokens=arguments.prefill_tokens,
-        prefill_lengths=tuple(arguments.longest >> shift for shift in reversed(range(5))),
+        prefill_lengths=tuple(arguments.longest >> shift for shift in reversed(range(4))),
         prefill_rows=(1,),
+        decode_rows=tuple(sorted({min(8, arguments.batch), max(1, arguments.batch // 2), arguments.batch})),
         decode_stall_ms=arguments.stall_ms,
         policy="mixed" if policy == "mixed" else "separate",
         prefix_cache=False,
@@ -67,9 +69,8 @@ def reading_arrivals(vocab: int, readers: int, seconds: float, longest: int, dis
     def ids(length: int) -> list[int]:
         return rng.integers(0, vocab, length).tolist()
 
-    output = longest // 2
     long = dataclasses.replace(PARAMS, max_tokens=1)
-    arrivals = [Arrival(0.0, ids(64), dataclasses.replace(PARAMS, max_tokens=output)) for _ in range(readers)]
+    arrivals = [Arrival(0.0, ids(64), dataclasses.replace(PARAMS, max_tokens=longest)) for _ in range(readers)]
     if disturbed:
         arrivals += [Arrival(float(second), ids(longest), long) for second in range(1, int(seconds))]
     return arrivals
@@ -144,40 +145,40 @@ def peak_memory() -> dict[str, tuple[float, str]]:
     return {"peak_gb": (stats["peak_bytes_in_use"] / 1e9, "GB")} if "peak_bytes_in_use" in stats else {}
 
 
-def policies(arguments: argparse.Namespace) -> None:
-    """The rows, each with its speed-up over the first: how much sooner 95 % of the answers are complete."""
-    first = None
-    chosen = [row for row in ROWS if row in arguments.rows and (row != "speculation" or arguments.draft)]
-    for int4 in (False, True):
-        rows = [row for row in chosen if (row != "bf16") == int4]
-        if not rows:
-            continue
-        model = load(arguments.model, int4)
-        arrivals = chat_arrivals(model.config.num_tokens, arguments.rate, arguments.seconds, arguments.longest)
-        for row in rows:
-            policy = ROWS[row]
-            draft = synthetic(arguments) if policy == "speculation" else None
-            metrics = serve(model, policy, arrivals, arguments, draft)
-            first = first or metrics.end_to_end.p95
-            case = {"model": arguments.model, "weights": weights_of(model), "requests": len(arrivals)}
-            case |= {"policy": policy, "rate": arguments.rate, "longest": arguments.longest}
-            if draft is not None:
-                case |= {"draft": arguments.draft, "k": arguments.k, "acceptance": "synthetic"}
-                case |= {"probability": arguments.acceptance}
-            found = {
-                "output_tokens_per_s": (metrics.output_tokens_per_s, "tok/s"),
-                "speed_up": (first / metrics.end_to_end.p95, "times"),
-            }
-            found |= latencies(metrics) | of_the_draft(metrics) | peak_memory()
-            recorder(arguments.results).record(case, found)
-            del draft
-        del model
-        gc.collect()
+def memory(model: ji.Model, metrics: ji.EngineMetrics) -> dict[str, tuple[float, str]]:
+    """Of weights and pool: the peak of a process that has served other rows before would be theirs."""
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    page = kv_cache.bytes_per_token(model.config, model.cache_dtype) * ji.EngineConfig.page_size
+    return {"weights_gb": (weights / 1e9, "GB"), "pool_gb": (metrics.pages * page / 1e9, "GB")}
 
 
-def interference(arguments: argparse.Namespace) -> None:
+def policies(model: ji.Model, rows: list[str], arguments: argparse.Namespace, first: float | None) -> float | None:
+    """Some rows, each with its speed-up over the first of all: how much sooner 95 % of the answers are complete.
+
+    Returns the first row's P95 in seconds, `first` where there was one.
+    """
+    arrivals = chat_arrivals(model.config.num_tokens, arguments.rate, arguments.seconds, arguments.longest)
+    for row in rows:
+        policy = ROWS[row]
+        draft = synthetic(arguments) if policy == "speculation" else None
+        metrics = serve(model, policy, arrivals, arguments, draft)
+        first = first or metrics.end_to_end.p95
+        case = {"model": arguments.model, "weights": weights_of(model), "requests": len(arrivals)}
+        case |= {"policy": policy, "rate": arguments.rate, "longest": arguments.longest}
+        if draft is not None:
+            case |= {"draft": arguments.draft, "k": arguments.k, "acceptance": "synthetic"}
+            case |= {"probability": arguments.acceptance}
+        found = {
+            "output_tokens_per_s": (metrics.output_tokens_per_s, "tok/s"),
+            "speed_up": (first / metrics.end_to_end.p95, "times"),
+        }
+        found |= latencies(metrics) | of_the_draft(metrics) | memory(model, metrics)
+        recorder(arguments.results).record(case, found)
+    return first
+
+
+def interference(model: ji.Model, arguments: argparse.Namespace) -> None:
     """The readers' P95 of the time per output token, disturbed over quiet."""
-    model = load(arguments.model, arguments.int4)
     per_token = {}
     for name, disturbed in (("quiet", False), ("disturbed", True)):
         arrivals = reading_arrivals(
@@ -214,10 +215,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.policies or arguments.interference):
         parser.error("nothing to measure; give --policies or --interference")
-    if arguments.policies:
-        policies(arguments)
-    if arguments.interference:
-        interference(arguments)
+    first = None
+    chosen = [row for row in ROWS if row in arguments.rows and (row != "speculation" or arguments.draft)]
+    for int4 in (False, True):
+        rows = [row for row in chosen if arguments.policies and (row != "bf16") == int4]
+        has_readers = arguments.interference and arguments.int4 == int4
+        if not (rows or has_readers):
+            continue
+        model = load(arguments.model, int4)
+        if rows:
+            first = policies(model, rows, arguments, first)
+        if has_readers:
+            interference(model, arguments)
+        del model
+        gc.collect()
 
 
 if __name__ == "__main__":

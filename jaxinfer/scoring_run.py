@@ -187,7 +187,7 @@ def calls_for(level: Sequence[Run], limits: Limits) -> Iterator[tuple[list[Run],
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What makes a call of `prefill_targets` a program of its own, beside the model, its cache and the table's width."""
+    """What makes a call of `prefill_targets` a program of its own, beside model, cache and the width of the table."""
 
     rows: int
     size: int
