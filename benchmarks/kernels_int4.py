@@ -59,6 +59,7 @@ class Case:
     @property
     def record(self) -> dict[str, object]:
         s = self.chosen
+        way = "scaled" if s.scaled else "digits" if s.digits else "halves"
         return {
             "op": "int4_matmul",
             "m": self.m,
@@ -66,7 +67,7 @@ class Case:
             "n": self.n,
             "group": self.group,
             "zero": self.kind,
-            "schedule": f"{s.warps}w{s.parts}p{s.strips}s{s.depth}d {s.blocks}b {'digits' if s.digits else 'halves'}",
+            "schedule": f"{s.warps}w{s.parts}p{s.strips}s{s.depth}d {s.blocks}b {way}",
             "part": self.part,
         }
 

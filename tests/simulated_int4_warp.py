@@ -116,6 +116,19 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
         factor = np.exp2(np.maximum(bits >> 7, 30).astype(np.float32) - 148)
         return np.where(bits < 0x7F80, factor, np.float32(np.nan))
 
+    def factor_to_halves(self, bits: np.ndarray) -> np.ndarray:
+        return np.exp2(141 - np.maximum(bits >> 7, 15).astype(np.float32))
+
+    def factor_from_halves(self, bits: np.ndarray) -> np.ndarray:
+        factor = np.exp2(np.maximum(bits >> 7, 15).astype(np.float32) - 141)
+        return np.where(bits < 0x7F80, factor, np.float32(np.nan))
+
+    def half_pair(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        return self.pack_f16(low, high)
+
+    def flipped(self, word: np.ndarray, bits: int) -> np.ndarray:
+        return (word.view(np.uint32) ^ np.uint32(bits)).view(np.int32)
+
     def digits(self, words: list[np.ndarray], factor: np.ndarray) -> tuple[np.ndarray, ...]:
         numbers = np.concatenate([self._halves(word) for word in words], axis=1).view(ml_dtypes.bfloat16)
         scaled = np.nan_to_num(np.rint(numbers.astype(np.float64) * factor[:, None])).astype(np.int32)
@@ -162,11 +175,17 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
         with np.errstate(over="ignore"):
             return np.float32(1) / (np.float32(1) + np.exp(-x))
 
-    def shared_words(self, address: np.ndarray, constant: int = 0) -> tuple[np.ndarray, ...]:
+    def shared_words(self, address: np.ndarray, constant: int = 0, count: int = 4) -> tuple[np.ndarray, ...]:
         address = address + constant
-        assert (address % 16 == 0).all(), "unaligned shared read"
+        assert (address % (4 * count) == 0).all(), "unaligned shared read"
         words = self.bytes.view(np.int32)
-        return tuple(words[address // 4 + i] for i in range(4))
+        return tuple(words[address // 4 + i] for i in range(count))
+
+    def shared_store_words(self, address: np.ndarray, words: Sequence[np.ndarray], constant: int = 0) -> None:
+        address = address + constant
+        assert (address % 16 == 0).all(), "unaligned shared write"
+        for i, word in enumerate(words):
+            self.bytes.view(np.int32)[address // 4 + i] = word
 
     def shared_store(
         self, address: np.ndarray, value: np.ndarray, predicate: np.ndarray | None = None, constant: int = 0

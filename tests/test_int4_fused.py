@@ -54,6 +54,8 @@ def expected(x: np.ndarray, values: np.ndarray, fusion: Fusion, norm: np.ndarray
         (1, 1024, 128, Schedule(warps=4, parts=2, strips=2, depth=2, blocks=3, digits=True)),
         (5, 480, 32, Schedule(warps=4, parts=1, strips=4, depth=3, blocks=2, digits=True)),
         (13, 512, 64, Schedule(warps=4, parts=1, strips=2, depth=1, blocks=2)),
+        (1, 512, 16, Schedule(warps=4, parts=1, strips=2, depth=1, blocks=2, scaled=True)),
+        (3, 992, 32, Schedule(warps=4, parts=2, strips=2, depth=1, blocks=2, scaled=True)),
     ],
 )
 def test_fused_kernel_on_simulated_warps(rows, in_features, group_size, schedule, fusion) -> None:

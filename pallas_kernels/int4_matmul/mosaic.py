@@ -32,6 +32,7 @@ from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens, bias_of
 from pallas_kernels.int4_matmul.packing import STRIP, Kind
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, PLAIN, Fusion, Plan, Schedule
+from pallas_kernels.int4_matmul.scaled import Rows, Scaled
 from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.warp import Int4Warp
 
@@ -59,12 +60,12 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
     stream = Stream(w, plan, a.weights, slice_, block)
     # x first: it waits for all weights that were asked for before it.
-    x = (Digits if schedule.digits else Halves)(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
+    x = operand(w, plan, a, stream)
     w.warp_barrier()  # ptxas would move the loads of x to where it is used, behind all weights
     for d in range(schedule.depth):
         stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
     w.warp_barrier()
-    x.prepare(None if a.weights.book is None else Book(w, a.weights.book))
+    x.prepare(*([] if a.weights.book is None else [Book(w, a.weights.book)]))
     nothing = [w.number(0.0)] * 4
 
     def turn(index: Any, carry: Any) -> Any:
@@ -80,7 +81,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
             bias = bias_of(w, plan, a.kind, x.code_bias, scale, offset)
             if bias is not None:
                 totals = [
-                    [w.fma(bias[e // 2], of_tokens[e % 2], total[e]) for e in range(4)]
+                    [w.fma(bias[e // 2], of_tokens[e], total[e]) for e in range(4)]
                     for total, of_tokens in zip(totals, x.of_tokens[i], strict=True)
                 ]
             totals = [
@@ -163,6 +164,16 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
     next_slot, end = w.integer(schedule.depth * plan.slot_bytes), at_most(w.integer(schedule.strips))
     w.loop(stream.count, (zero, next_slot, zero, zero, end), turn)
+
+
+def operand(w: Any, plan: Plan, a: Arguments, stream: Stream) -> Any:
+    if not plan.schedule.scaled:
+        way = Digits if plan.schedule.digits else Halves
+        return way(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
+    if Rows.serve(plan):
+        spare = stream.ring + plan.schedule.depth * plan.slot_bytes  # filled when the first strip is multiplied
+        return Scaled(w, plan, Rows(w, plan, a.x, a.norm, stream.first_tile, spare))
+    return Scaled(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
 
 
 def arguments_of(weight: Packed, *, out_dtype: str, **arrays: Any) -> Arguments:

@@ -44,7 +44,7 @@ class Halves:
         """Sums of x: `of_tokens[segment][token block]` are those of this lane's two tokens."""
         w, self._book, self._words = self.w, book, self._tokens.words()
         self.of_tokens = [
-            [total[:2] for total in self._multiplied(segment, lambda t, s: [w.integer(ONES)] * 4)]
+            [[*total[:2], *total[:2]] for total in self._multiplied(segment, lambda t, s: [w.integer(ONES)] * 4)]
             for segment in self._segments
         ]
 
@@ -99,7 +99,8 @@ class Digits:
         self._back = [[w.shuffle(factor, mine + 4 * i) for i in range(2)] for factor in back]
         ones = [w.integer(BYTES_OF_ONE)] * 2
         self.of_tokens = [
-            [total[:2] for total in self._multiplied(segment, lambda t, s: ones)] for segment in self._segments
+            [[*total[:2], *total[:2]] for total in self._multiplied(segment, lambda t, s: ones)]
+            for segment in self._segments
         ]
 
     def _largest(self, block: int) -> Any:
@@ -218,15 +219,27 @@ class Tokens:
         for blocks, weights in zip(self._runs, self._norm, strict=True):
             flat, scaled = [number for four in weights for number in four], []
             for b, words in enumerate(blocks):
-                numbers = [number for word in words for number in w.numbers_of(word)]
-                for number in numbers:
-                    squares[b] = w.fma(number, number, squares[b])
-                products = [number * weight for number, weight in zip(numbers, flat, strict=True)]
-                scaled.append([w.pair(*products[i : i + 2]) for i in range(0, len(products), 2)])
+                products, square = normalised(w, words, flat)
+                squares[b] = squares[b] + square
+                scaled.append(products)
             runs.append(scaled)
         for b, square in enumerate(squares):
-            for mask in (1, 2):
-                square = square + w.shuffle_xor(square, mask)
-            address = w.warp * plan.squares_bytes + self._group * 4
-            w.shared_store(address, square, self._quad < 1, plan.squares_start + 32 * b)
+            squares_stored(w, plan, square, (1, 2), self._quad < 1, self._group * 4 + 32 * b)
         return runs
+
+
+def normalised(w: Any, words: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Pairs of bfloat16 times a norm's weights, rounded again, and the sum of their squares before."""
+    numbers = [number for word in words for number in w.numbers_of(word)]
+    square = w.number(0.0)
+    for number in numbers:
+        square = w.fma(number, number, square)
+    products = [number * weight for number, weight in zip(numbers, weights, strict=True)]
+    return [w.pair(*products[i : i + 2]) for i in range(0, len(products), 2)], square
+
+
+def squares_stored(w: Any, plan: Plan, square: Any, masks: Sequence[int], one: Any, place: Any) -> None:
+    """Stores the warp's sum of squares of a token, over the lanes that differ in the bits `masks`, by lane `one`."""
+    for mask in masks:
+        square = square + w.shuffle_xor(square, mask)
+    w.shared_store(w.warp * plan.squares_bytes + place, square, one, plan.squares_start)

@@ -29,6 +29,7 @@ class Schedule:
     depth: int = 3
     blocks: int = 132
     digits: bool = False
+    scaled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

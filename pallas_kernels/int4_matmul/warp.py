@@ -77,14 +77,35 @@ class Int4Warp(CodeWords):
             words.append(Value(llvm.inline_asm(i32, [shifted], ptx, "=r,r")))
         return tuple(words)
 
-    def mma(self, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> Words:
-        """mma.m16n8k16, bf16 operands, float32 sums: four acc values, four words of a, two words of b."""
+    def mma(self, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value], kind: str = "bf16") -> Words:
+        """mma.m16n8k16, bf16 or f16 operands, float32 sums: four acc values, four words of a, two words of b."""
         ptx = (
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
             "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
         )
         operands = [v.ir for v in (*a, *b, *acc)]
         return tuple(Value(v) for v in mgpu_utils.inline_ptx(ptx, *operands, result_types=[ir.F32Type.get()] * 4))
+
+    # x in float16
+    def factor_to_halves(self, bits: Value) -> Value:
+        """The power of two that takes numbers up to the magnitude with these bfloat16 bits to less than 2^15."""
+        exponent = arith.maxui(arith.shrui(bits.ir, mgpu_utils.c(7, _int(32))), mgpu_utils.c(15, _int(32)))
+        field = arith.subi(mgpu_utils.c(268, _int(32)), exponent)
+        return self.as_number(Value(arith.shli(field, mgpu_utils.c(23, _int(32)))))
+
+    def factor_from_halves(self, bits: Value) -> Value:
+        """Its inverse; NaN for a magnitude that is not finite."""
+        exponent = arith.maxui(arith.shrui(bits.ir, mgpu_utils.c(7, _int(32))), mgpu_utils.c(15, _int(32)))
+        field = arith.subi(exponent, mgpu_utils.c(14, _int(32)))
+        number = self.as_number(Value(arith.shli(field, mgpu_utils.c(23, _int(32)))))
+        return self.select(bits < 0x7F80, number, self.number(float("nan")))
+
+    def half_pair(self, low: Value, high: Value) -> Value:
+        """Two float32, rounded to float16, in a word."""
+        return self._word("cvt.rn.f16x2.f32 $0, $2, $1;", low, high)
+
+    def flipped(self, word: Value, bits: int) -> Value:
+        return Value(arith.xori(word.ir, mgpu_utils.c(bits - (bits >> 31 << 32), _int(32))))
 
     # x as three bytes, and codes as bytes
     def code_bytes(self, word: Value) -> Words:
@@ -241,12 +262,19 @@ class Int4Warp(CodeWords):
         self._emit("@$2 st.global.b16 [$0], $1;", "l,h,b", self._pointer(ref, offset, 2), half, predicate.ir)
 
     # Shared memory
-    def shared_words(self, address: Value, constant: int = 0) -> Words:
-        """Four words from `address + constant`, a multiple of 16, on."""
-        ptx = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {constant}];"
+    def shared_words(self, address: Value, constant: int = 0, count: int = 4) -> Words:
+        """2 or 4 words from `address + constant`, a multiple of their bytes, on."""
+        results = ", ".join(f"${i}" for i in range(count))
+        ptx = f"ld.shared.v{count}.b32 {{{results}}}, [${count} + {constant}];"
         pointer = arith.addi(self._scratch, address.ir)
-        got = mgpu_utils.inline_ptx(ptx, pointer, result_types=[_int(32)] * 4, has_side_effects=True)
+        got = mgpu_utils.inline_ptx(ptx, pointer, result_types=[_int(32)] * count, has_side_effects=True)
         return tuple(Value(v) for v in got)
+
+    def shared_store_words(self, address: Value, words: Sequence[Value], constant: int = 0) -> None:
+        """Four words, to `address + constant`, a multiple of 16."""
+        pointer = arith.addi(self._scratch, address.ir)
+        ptx = f"st.shared.v4.b32 [$0 + {constant}], {{$1, $2, $3, $4}};"
+        self._emit(ptx, "r,r,r,r,r", pointer, *(word.ir for word in words))
 
     def shared_number(self, address: Value, constant: int = 0) -> Value:
         """The float32 number at `address + constant`."""
