@@ -16,9 +16,14 @@ from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
 from pallas_kernels.int4_matmul import mosaic, wide, wide_arrange, wide_dequantize
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import BOX, WidePlan, WideSchedule
 
 BF16 = ml_dtypes.bfloat16
+
+
+def swizzled(addresses: np.ndarray) -> np.ndarray:
+    """Where bytes lie: pieces of 16 bytes change places among eight, by the line of 128 bytes they are in."""
+    return addresses ^ (addresses // 128 % 8 * 16)
 
 
 class Barriers:
@@ -175,6 +180,25 @@ class SimulatedWideWarp(SimulatedInt4Warp):
                 self.cluster.smem[block].view(np.uint8)[destination : destination + nbytes] = data
                 self.barriers.update(block, int(barrier[lane]), nbytes=-nbytes)
 
+    def copy_box(
+        self,
+        address: np.ndarray,
+        boxes: tuple[np.ndarray, int, int],
+        column: np.ndarray,
+        row: np.ndarray,
+        barrier: np.ndarray,
+        blocks: int,
+        predicate: np.ndarray,
+    ) -> None:
+        array, rows, columns = boxes
+        for lane in np.flatnonzero(predicate):
+            there = array[row[lane] :, column[lane] :][:rows, :columns]
+            box = np.pad(there, ((0, rows - there.shape[0]), (0, columns - there.shape[1]))).view(np.uint8)
+            places = swizzled(int(address[lane]) + np.arange(box.size))
+            for block in range(blocks) if blocks > 1 else [self.block]:
+                self.cluster.smem[block].view(np.uint8)[places] = box.reshape(-1)
+                self.barriers.update(block, int(barrier[lane]), nbytes=-box.size)
+
     def store_at(
         self,
         ref: np.ndarray,
@@ -241,12 +265,16 @@ class SimulatedWideWarp(SimulatedInt4Warp):
         assert uniform(address) % 16 == 0
         return uniform(address), tokens
 
+    def swizzled_matrix(self, address: np.ndarray) -> tuple[int, None]:
+        assert uniform(address) % 1024 == 0
+        return uniform(address), None
+
     def wgmma(
-        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], matrix: tuple[int, int], advance: int
+        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], matrix: tuple[int, int | None], advance: int
     ) -> list[np.ndarray]:
         """This warp's 16 rows of the product; fragment layouts as the PTX manual gives them."""
-        start, tokens = matrix[0] + advance, matrix[1]
-        assert len(acc) * 2 == tokens
+        start, tokens = matrix[0] + advance, 2 * len(acc)
+        assert matrix[1] in (None, tokens)
         sums = [np.full(32, np.nan, np.float32) for _ in acc]
         before, words = list(acc), [word.copy() for word in a]
 
@@ -257,8 +285,12 @@ class SimulatedWideWarp(SimulatedInt4Warp):
                 for half in range(2):
                     left[group + 8 * (i % 2), 8 * (i // 2) + 2 * quad + half] = self._numbers(word)[:, half]
             # 8 x 8 matrices of [8 tokens, 16 bytes]: the next tokens' follows, the next inputs' comes after all tokens.
-            piece = self.bytes[start : start + 2 * 16 * tokens].copy().view(BF16).astype(np.float32)
-            right = piece.reshape(2, tokens, 8).transpose(0, 2, 1).reshape(16, tokens)
+            if matrix[1] is None:
+                places = swizzled(start + np.arange(tokens)[:, None] * 128 + np.arange(32))
+                right = self.bytes[places].view(BF16).astype(np.float32).T
+            else:
+                piece = self.bytes[start : start + 2 * 16 * tokens].copy().view(BF16).astype(np.float32)
+                right = piece.reshape(2, tokens, 8).transpose(0, 2, 1).reshape(16, tokens)
             for i, value in enumerate(before):
                 total[group + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * quad + i % 2] = value
             total = total + left @ right
@@ -290,7 +322,10 @@ def simulate(x: np.ndarray, weight: Packed, schedule: WideSchedule, out_dtype: s
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
     out = np.full(schedule.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
-    image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
+    if schedule.plain:
+        image = (x, plan.box_tokens, BOX)
+    else:
+        image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
     arguments = _arguments(weight, image, out, out_dtype)
     for cluster in range(plan.clusters):
         _run_cluster(plan, arguments, cluster)
@@ -327,7 +362,7 @@ def simulate_arrange(x: np.ndarray, plan: WidePlan) -> np.ndarray:
     return out.view(np.int32).reshape(wide_arrange.shape(plan))
 
 
-def _arguments(weight: Packed, x: np.ndarray | None, out: np.ndarray, out_dtype: str) -> mosaic.Arguments:
+def _arguments(weight: Packed, x: Any, out: np.ndarray, out_dtype: str) -> mosaic.Arguments:
     return mosaic.arguments_of(weight, weights=flat_weights(weight), x=x, out=out, out_dtype=out_dtype)
 
 

@@ -64,12 +64,12 @@ def truncation(plan: WidePlan) -> float:
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features", "group_size", "kind", "schedule"),
     [
-        (20, 200, 384, 128, "zero_point", WideSchedule(24, stages=3, blocks=1)),
-        (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=3, slices=2, blocks=3, turns=True)),
+        (20, 200, 384, 128, "zero_point", WideSchedule(24, stages=3, blocks=1, plain=True)),
+        (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=3, slices=2, blocks=3, turns=True, plain=True)),
         (40, 136, 320, 64, "minimum", WideSchedule(16, tiles=2, stages=2, blocks=2)),
-        (17, 40, 200, 16, "zero_point", WideSchedule(8, warpgroups=1, stages=2, cluster=2, blocks=2)),
+        (17, 40, 200, 16, "zero_point", WideSchedule(8, warpgroups=1, stages=2, cluster=2, blocks=2, plain=True)),
         (33, 264, 640, -1, "minimum", WideSchedule(24, warpgroups=4, slices=2, added=2, stages=2)),
-        (33, 520, 256, 256, "zero_point", WideSchedule(40, tiles=2, cluster=4, stages=2, blocks=4)),
+        (33, 520, 256, 256, "zero_point", WideSchedule(48, tiles=2, cluster=4, stages=2, blocks=4, plain=True)),
         (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8, turns=True)),
     ],
 )
@@ -267,6 +267,9 @@ def test_unpacking_on_the_gpu(out_features: int, in_features: int, group_size: i
         WideSchedule(128, tiles=2, added=2, stages=4),
         WideSchedule(64, cluster=2, stages=8, blocks=16, turns=True),
         WideSchedule(128, tiles=2, stages=4, blocks=16, turns=True),
+        WideSchedule(64, cluster=4, stages=8, blocks=16, turns=True, plain=True),
+        WideSchedule(104, tiles=2, cluster=2, stages=4, blocks=16, turns=True, plain=True),
+        WideSchedule(64, added=3, stages=6, plain=True),
     ],
 )
 def test_schedules_on_the_gpu(schedule: WideSchedule) -> None:

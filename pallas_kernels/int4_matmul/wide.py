@@ -27,13 +27,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.mosaic import Arguments, arguments_of
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, steps_per_run
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_arrange import arrange
-from pallas_kernels.int4_matmul.wide_plan import LINE, LINES, PRODUCERS, STAGE, UNIT_BYTES, WidePlan, WideSchedule
-from pallas_kernels.int4_matmul.wide_warp import WideWarp
+from pallas_kernels.int4_matmul.wide_plan import (
+    BOX,
+    BOX_BYTES,
+    LINE,
+    LINES,
+    PRODUCERS,
+    STAGE,
+    UNIT_BYTES,
+    WidePlan,
+    WideSchedule,
+)
+from pallas_kernels.int4_matmul.wide_warp import WideWarp, boxes_of
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
@@ -121,6 +131,14 @@ def after(w: Any, plan: WidePlan, slot: Any, parity: Any) -> tuple[Any, Any]:
     return w.select(last, w.integer(0), slot + 1), w.select(last, w.integer(1) - parity, parity)
 
 
+def place_of(group: Any, quad: Any) -> Any:
+    """Where in 512 bytes of words those lie that are of lane 4 group + quad when they are packed.
+
+    Those of a group are written, and those of a quad are read, at a time: neither meet in a bank.
+    """
+    return (group + quad * 2) % 8 * 16 + quad * 128
+
+
 def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: Any) -> Any:
     """The fetching warps' work for one part."""
     schedule = plan.schedule
@@ -133,16 +151,26 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
     def both(a: Any, b: Any) -> Any:
         return b if a is None else a if b is None else a & b
 
+    def tokens(step: Any, base: Any, full: Any) -> None:
+        """This block's share: both halves of the stage, one, or half of the tokens of one."""
+        for i in range(plan.boxes // schedule.cluster):
+            box = rank + i if schedule.cluster > 1 else w.integer(i)
+            half, first = box % 2, box // 2 * plan.box_tokens
+            place = base + half * (plan.x_bytes // 2) + first * BOX_BYTES
+            token = part.token_tile * schedule.tokens + first
+            w.copy_box(place, a.x, step * STAGE + half * BOX, token, full, schedule.cluster, leader)
+
     def words(step: Any, base: Any) -> None:
         chunks = plan.words_bytes // 16  # of a strip
         piece, strip = thread % chunks, part.first_strip + thread // chunks
         tile = step * (STAGE // COLUMNS) + piece // (plan.tile_bytes // 16)
         whole = None if plan.column_tiles % (STAGE // COLUMNS) == 0 else tile < plan.column_tiles
         offset = strip * (plan.column_tiles * plan.tile_bytes) + step * plan.words_bytes + piece * 16
+        to = thread // 32 * 512 + place_of(thread % 32 // 4, thread % 4) if schedule.plain else thread * 16
         for i in range(0, plan.block_strips, PRODUCERS // chunks):
             inside = both(whole, strip + i < plan.strips if ragged else None)
             source, place = offset + i * plan.column_tiles * plan.tile_bytes, plan.x_bytes + plan.words_bytes * i
-            w.copy_or_clear(base + thread * 16, a.weights.words, source, inside, None, place)
+            w.copy_or_clear(base + to, a.weights.words, source, inside, None, place)
 
     def rows(array: Any, itemsize: int, start: int, step: Any, base: Any) -> None:
         chunks = plan.segments * itemsize  # of a strip
@@ -165,8 +193,11 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
         full = slot * 8 + plan.full_barriers
         w.barrier_wait(slot * 8 + plan.empty_barriers, parity)
         w.expect_bytes(full, plan.x_bytes, leader)
-        source = (part.token_tile * plan.steps + step) * plan.x_bytes + mine
-        w.copy_to_cluster(base + mine, a.x, source, share, full, schedule.cluster, leader)
+        if schedule.plain:
+            tokens(step, base, full)
+        else:
+            source = (part.token_tile * plan.steps + step) * plan.x_bytes + mine
+            w.copy_to_cluster(base + mine, a.x, source, share, full, schedule.cluster, leader)
         words(step, base)
         rows(a.weights.scales, plan.scale_bytes, plan.scales_start, step, base)
         if plan.offset_bytes:
@@ -209,26 +240,48 @@ def multiply_part(
 
         return RowPair(w, a, scale, offset, book)
 
-    def words_of(address: Any, tile: int, column_tile: int) -> list[list[Any]]:
+    def words_of(base: Any, tile: int, column_tile: int) -> list[list[Any]]:
         """A lane's words of 16 inputs each: one, or two of codes of 8 bits."""
+        address = base + strip * plan.words_bytes + w.lane * 16
         place = plan.x_bytes + 4 * plan.words_bytes * tile + plan.tile_bytes * column_tile
         words = [word for first in pieces for word in w.shared_words(address, place + first)]
         return [words[i : i + len(pieces)] for i in range(0, len(words), len(pieces))]
+
+    group, half, run, per_step = w.lane // 4, w.lane % 4 // 2, steps_per_run(plan.group_size), len(pieces)
+    quads = [half, half + 2] if run == 1 else list(range(4))
+    lanes = [place_of(group, quad) + (half * (4 * per_step) if run == 2 else 0) for quad in quads]
+    selector = w.lane % 2 * 0x1111 + 0x6240
+
+    def plain_words_of(base: Any, tile: int, column_tile: int) -> list[list[Any]]:
+        """The same for inputs in their own order: of every eight a lane needs 2 quad and 2 quad + 1.
+
+        As packed, lane `quad` has all of the eight, in two words. So a word is put together from halves of two.
+        """
+        address = base + strip * plan.words_bytes
+        start = plan.x_bytes + 4 * plan.words_bytes * tile + plan.tile_bytes * column_tile
+
+        def word(step: int, which: int) -> Any:
+            unit, within = divmod(step, 4 // per_step)
+            place = start + 512 * unit + 4 * which + (8 * (within // 2) if run == 2 else 4 * per_step * within)
+            first = step % 2 * 2 if run == 2 else 0
+            return w.pick_bytes(*(w.shared_word(address + lanes[first + i], place) for i in range(2)), selector)
+
+        return [[word(step, which) for which in range(per_step)] for step in range(COLUMNS // 16)]
 
     def stage(index: Any, carry: Any, last: bool = False) -> Any:
         slot, parity, before, *flat = carry
         acc = [flat[sums * u : sums * (u + 1)] for u in tiles]
         base = slot * plan.stage_bytes
         w.barrier_wait(slot * 8 + plan.full_barriers, parity)
-        address = base + strip * plan.words_bytes + w.lane * 16
-        words = {} if plan.takes_turns else {t: [words_of(address, u, t) for u in tiles] for t in column_tiles}
+        read = plain_words_of if schedule.plain else words_of
+        words = {} if plan.takes_turns else {t: [read(base, u, t) for u in tiles] for t in column_tiles}
         segments = [[segment(base, u, i) for i in range(plan.segments)] for u in tiles]
-        matrix = w.token_matrix(base, schedule.tokens)
+        matrix = w.swizzled_matrix(base) if schedule.plain else w.token_matrix(base, schedule.tokens)
         for t in column_tiles:
             steps = range(COLUMNS // 16)
             operands = []
             # Read where they are needed: else ptxas unpacks them between products, in this warpgroup's turn.
-            now = words[t] if words else [words_of(address, u, t) for u in tiles]
+            now = words[t] if words else [read(base, u, t) for u in tiles]
             for u in tiles:
                 for s in steps:
                     operands += segments[u][(t * COLUMNS + s * 16) // plan.segment].weights(now[u][s])
@@ -239,6 +292,8 @@ def multiply_part(
                 for s in steps:
                     first = 4 * (u * len(steps) + s)
                     advance = (t * len(steps) + s) * 2 * 16 * schedule.tokens
+                    if schedule.plain:
+                        advance = t * plan.x_bytes // 2 + s * 32
                     acc[u] = w.wgmma(acc[u], operands[first : first + 4], matrix, advance)
             w.wgmma_commit()
             if plan.takes_turns:
@@ -346,18 +401,17 @@ def partial_sums(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dt
     """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
     dtype = jnp.dtype(jnp.float32) if schedule.slices > 1 else jnp.dtype(out_dtype)
-    arrays = [*arrays_of(weight), arrange(x, plan)]
+    arrays = [*arrays_of(weight), x if schedule.plain else arrange(x, plan)]
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
         def emit(ctx: Any, *values: Any) -> None:
-            del ctx
             *inputs, image, out, shared, cluster, rank = values
             arguments = arguments_of(
                 weight,
                 weights=Weights.of(weight, inputs),
-                x=image,
+                x=boxes_of(ctx, image, (plan.box_tokens, BOX)) if schedule.plain else image,
                 out=out,
                 out_dtype=str(dtype),
             )

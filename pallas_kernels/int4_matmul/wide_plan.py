@@ -8,6 +8,8 @@ from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 
 STAGE = 128
 """Inputs that travel at a time: two tiles."""
+BOX, BOX_BYTES = 64, 128
+"""Inputs of a box that the copy engine fetches of x, and the bytes of one token's."""
 LINE = 64 * 2 + 16
 """Bytes from one token to the next where sums become lines: 64 results, and room that puts tokens into other banks."""
 LINES = 64
@@ -32,6 +34,8 @@ class WideSchedule:
     `cluster` is 1); XLA adds the rest.
 
     `turns`: the multiplying warpgroups take turns at the tensor cores, so that one unpacks while another multiplies.
+
+    `plain`: x is read as it is.
     """
 
     tokens: int = 64
@@ -43,6 +47,7 @@ class WideSchedule:
     stages: int = 4
     blocks: int = 132
     turns: bool = False
+    plain: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +139,15 @@ class WidePlan:
         return 4 * self.schedule.warpgroups
 
     @property
+    def boxes(self) -> int:
+        """Boxes of a stage's x: halves of the inputs, and of the tokens where four blocks share them."""
+        return max(2, self.schedule.cluster)
+
+    @property
+    def box_tokens(self) -> int:
+        return self.schedule.tokens * 2 // self.boxes
+
+    @property
     def takes_turns(self) -> bool:
         return self.schedule.turns and self.schedule.warpgroups > 1
 
@@ -177,7 +191,8 @@ class WidePlan:
 
     @property
     def stage_bytes(self) -> int:
-        return self.offsets_start + self.block_strips * self.segments * STRIP * self.offset_bytes
+        size = self.offsets_start + self.block_strips * self.segments * STRIP * self.offset_bytes
+        return -(-size // 1024) * 1024 if self.schedule.plain else size
 
     @property
     def full_barriers(self) -> int:

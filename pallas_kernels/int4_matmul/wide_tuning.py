@@ -50,7 +50,7 @@ def wide_schedule(rows: int, weight: Packed, device_kind: str = "NVIDIA H200") -
     out_features, in_features = weight.shape
     measured = MEASURED.get((rows, in_features, out_features))
     if measured is not None and multiprocessors == 132:
-        plan = _fitted(WidePlan.of(rows, weight, WideSchedule()), measured)
+        plan = fitted(WidePlan.of(rows, weight, WideSchedule()), measured)
         if plan is not None:
             return plan.schedule
     return schedules(rows, weight, multiprocessors)[0]
@@ -71,7 +71,7 @@ def _candidates(plan: WidePlan, multiprocessors: int) -> list[WidePlan | None]:
     slices = [s for s in (1, 2, 3, 4, 6, 8, 12, 16) if s <= plan.steps]
     together = [(1, c) for c in CLUSTERS] + [(added, 1) for added in (2, 3, 4)]
     return [
-        _fitted(plan, WideSchedule(tokens, warpgroups, tiles, s, added, c, blocks=resident(added * c, multiprocessors)))
+        fitted(plan, WideSchedule(tokens, warpgroups, tiles, s, added, c, blocks=resident(added * c, multiprocessors)))
         for (warpgroups, tiles, most), s, (added, c) in itertools.product(SHAPES, slices, together)
         for tokens in _even(plan.rows, most)
         if s * added <= plan.steps
@@ -93,7 +93,7 @@ def _even(rows: int, most: int) -> list[int]:
     return sorted({8 * -(-rows // (8 * tiles)) for tiles in range(fewest, fewest + fewest // 2 + 1)})
 
 
-def _fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
+def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
     """The plan with as many stages as shared memory has room for; None if there are less than three.
 
     None, too, if a cluster that adds its slices would have more than one part.
