@@ -212,7 +212,7 @@ def test_quality_is_not_measured_without_text(dense: Model) -> None:
         quantize(dense, "int8", calibration=dataclasses.replace(windows, evaluation=np.zeros((0, 32), np.int32)))
     )
     assert report.quality is None
-    assert "quality: not measured, no evaluation text" in repr(report)
+    assert "quality: not measured, no text was kept apart to judge by" in repr(report)
 
 
 # --- Plans and reports

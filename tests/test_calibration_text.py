@@ -42,6 +42,39 @@ def test_texts_are_split_by_content(tmp_path: pathlib.Path) -> None:
     assert Calibration.from_files(whole, evaluation_share=0.0).evaluation == ()
 
 
+def test_short_texts_have_both_sides_and_one_passage_says_what_is_missing(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short, single = tmp_path / "short.txt", tmp_path / "single.txt"
+    for last in range(2, 12):
+        short.write_text(paragraphs(0, last))
+        split = Calibration.from_files(short)
+        assert split.documents and split.evaluation
+        assert words(split.documents) | words(split.evaluation) == set(short.read_text().split("\n\n"))
+    for number in range(30):  # whatever its place: it is never all kept for evaluation
+        single.write_text(f"A text of one paragraph, which has the number {number}, and not much else to say.")
+        split = Calibration.from_files(single)
+        assert len(split.documents) == 1 and split.evaluation == ()
+    assert len(split.windows(tokenizer(), 64).evaluation) == 0
+    assert "single.txt: no text is kept apart to judge by" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3,), "a calibration file is 3; expected the path"),
+        (([None],), "a calibration file is None; expected the path"),
+    ],
+)
+def test_files_of_a_wrong_type_are_refused_in_one_line(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Calibration.from_files(*arguments)
+    with pytest.raises(ValueError, match="documents is str; expected a tuple of texts"):
+        Calibration("a text", (), "a text")
+    with pytest.raises(ValueError, match="samples is True; expected a whole number"):
+        Calibration(("a text",), (), "a text", samples=True)
+
+
 def test_what_evaluation_has_is_taken_out(tmp_path: pathlib.Path) -> None:
     """A paragraph in other spacing and case, and a conversation that quotes one; system prompts are shared by all."""
     system = {"role": "system", "content": "You are a helpful assistant of a library in Paris."}
@@ -89,7 +122,7 @@ def test_files_that_are_wrong(tmp_path: pathlib.Path, content: str, message: str
 
 
 def test_files_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match=r"none.txt cannot be read: No such file"):
+    with pytest.raises(FileNotFoundError, match="none.txt"):
         Calibration.from_files(tmp_path / "none.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"latin.txt is not UTF-8 text: byte 3"):

@@ -203,8 +203,9 @@ def _calibrated(
 
 
 def windows_for(calibration: CalibrationText | None, tokenizer: Tokenizer | None, config: ModelConfig) -> Windows:
-    """The token ids of calibration text; by default of the bundled novel."""
+    """The token ids of calibration text; by default of the bundled novel. Raises ValueError for ids unknown to it."""
     if isinstance(calibration, Windows):
+        calibration.check(config.num_tokens, config.max_position_embeddings)
         return calibration
     if calibration is None:
         calibration = Calibration.bundled()

@@ -11,10 +11,12 @@ or, where it has none, one below the other. Any other file is one text.
 import dataclasses
 import hashlib
 import json
+import logging
 import lzma
 import os
 import pathlib
 import re
+import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -22,10 +24,12 @@ from jaxtyping import Int32
 
 from jaxinfer.tokenization import Tokenizer
 
+log = logging.getLogger("jaxinfer")
+
 SAMPLES, LENGTH, EVALUATION_SAMPLES = 128, 512, 16
 
 PASSAGE = 8000
-"""Characters of a text, at least, that go to one side of the split together."""
+"""Characters of a long text, at least, that go to one side of the split together."""
 
 SHARED_PARAGRAPH = 32
 """Characters from which a paragraph on both sides counts as shared text; fewer are "Yes." and "THE END"."""
@@ -46,7 +50,22 @@ class Windows:
         if len(self.evaluation) and self.evaluation.shape[1] < 2:
             raise ValueError(f"{self.source}: evaluation text of one token, which nothing follows; give longer text")
 
+    def check(self, num_tokens: int, longest: int) -> None:
+        """Raises ValueError for ids that a model of `num_tokens` tokens does not have, and for rows above `longest`."""
+        for name, ids in (("calibration", self.calibration), ("evaluation", self.evaluation)):
+            if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+                shape = f"{ids.dtype}{list(ids.shape)}"
+                raise ValueError(f"{self.source}: {name} is {shape}; expected integers [rows, tokens]")
+            if ids.shape[1] > longest and len(ids):
+                raise ValueError(f"{self.source}: {name} has rows of {ids.shape[1]} tokens; the context is {longest}")
+            wrong = ids[(ids < 0) | (ids >= num_tokens)]
+            if wrong.size:
+                raise ValueError(
+                    f"{self.source}: {name} holds {wrong.flat[0]}; token ids of this model are 0 to {num_tokens - 1}"
+                )
 
+
+@typing.no_type_check  # it checks more, and its errors are the ones users must see
 @dataclasses.dataclass(frozen=True, repr=False)
 class Calibration:
     """Documents to calibrate with, and others, which share no paragraph with them, to judge the result by.
@@ -62,9 +81,16 @@ class Calibration:
     evaluation_samples: int = EVALUATION_SAMPLES
 
     def __post_init__(self) -> None:
+        for name in ("documents", "evaluation"):
+            texts = getattr(self, name)
+            if not isinstance(texts, tuple) or not all(isinstance(text, str | tuple) for text in texts):
+                raise ValueError(
+                    f"{name} is {type(texts).__name__}; expected a tuple of texts and conversations "
+                    "(Calibration.from_files reads files)"
+                )
         for name, least in (("samples", 1), ("length", 2), ("evaluation_samples", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}; expected a whole number from {least}")
 
     def __repr__(self) -> str:
@@ -102,18 +128,18 @@ class Calibration:
 
         A document's content decides its side, so equal ones are on the same side; long texts are split into passages
         first. What is left to calibrate with has no paragraph that evaluation has. Raises ValueError naming the file,
-        and the line, that is wrong.
+        and the line, that is wrong, and FileNotFoundError for a file that is not there.
         """
         names = _listed(paths)
         documents = [document for path in names for document in _read(path)]
         if evaluation is not None:
             kept = [document for path in _listed(evaluation) for document in _read(path)]
         else:
-            if not 0.0 <= evaluation_share < 1.0:
+            if not (isinstance(evaluation_share, int | float) and 0.0 <= evaluation_share < 1.0):
                 raise ValueError(f"evaluation_share is {evaluation_share!r}; expected a share from 0 to less than 1")
-            pieces = [piece for document in documents for piece in _passages(document)]
-            kept = [piece for piece in pieces if _place(piece) < evaluation_share]
-            documents = [piece for piece in pieces if _place(piece) >= evaluation_share]
+            documents, kept = _split(
+                [piece for document in documents for piece in _passages(document)], evaluation_share
+            )
         documents = list(_without_shared(documents, kept))
         source = ", ".join(path.name for path in names)
         if not documents:
@@ -127,6 +153,12 @@ class Calibration:
         length = min(self.length, longest)
         calibration = _cut(tokenizer, self.documents, length, self.samples)
         evaluation = _cut(tokenizer, self.evaluation, length, self.evaluation_samples)
+        if not len(evaluation) and self.evaluation_samples:
+            log.warning(
+                "%s: no text is kept apart to judge by (it is a single passage, or none was asked for): perplexity and "
+                "KL are not measured; give more, or files of their own: Calibration.from_files(..., evaluation=[...])",
+                self.source,
+            )
         return Windows(calibration, evaluation, self.source)
 
 
@@ -159,10 +191,13 @@ def _encode(tokenizer: Tokenizer, document: Document) -> list[int]:
     return tokenizer.apply_chat_template(document, add_generation_prompt=False)
 
 
-def _listed(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    if isinstance(paths, str | os.PathLike):
-        paths = [paths]
-    listed = [pathlib.Path(path).expanduser() for path in paths]
+def _listed(paths: object) -> list[pathlib.Path]:
+    given = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else list(paths)
+    listed = []
+    for path in given:
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"a calibration file is {path!r}; expected the path of a text or .jsonl file")
+        listed.append(pathlib.Path(path).expanduser())
     if not listed:
         raise ValueError("no calibration files are given; give text or .jsonl files")
     return listed
@@ -171,8 +206,6 @@ def _listed(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) ->
 def _read(path: pathlib.Path) -> Iterator[Document]:
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: byte {error.start}") from error
     if path.suffix != ".jsonl":
@@ -205,15 +238,28 @@ def _record(line: str, where: str) -> Document:
     raise ValueError(f'{where} has no "messages", no "text", and no "prompt" with "completion"')
 
 
+def _split(pieces: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
+    """Calibration and evaluation, which is about that share; of pieces that differ, each side has at least one."""
+    places = sorted(set(map(_place, pieces)))
+    border = sum(place < share for place in places)
+    if share and len(places) > 1:
+        border = min(max(border, 1), len(places) - 1)
+    elif len(places) == 1:
+        border = 0
+    kept = set(places[:border])
+    return [p for p in pieces if _place(p) not in kept], [p for p in pieces if _place(p) in kept]
+
+
 def _passages(document: Document) -> Iterator[Document]:
-    """A text in pieces of whole paragraphs; a conversation is one piece."""
+    """A text in pieces of whole paragraphs, ten or more of them if it has so many; a conversation is one piece."""
     if not isinstance(document, str):
         yield document
         return
+    least = min(PASSAGE, len(document) // 10)
     piece: list[str] = []
     for paragraph in _paragraphs(document):
         piece.append(paragraph)
-        if sum(map(len, piece)) >= PASSAGE:
+        if sum(map(len, piece)) >= least:
             yield "\n\n".join(piece)
             piece = []
     if piece:

@@ -72,13 +72,13 @@ class QuantizationReport:
 
     def __repr__(self) -> str:
         """A few lines: how it was done, the worst weights, the quality."""
-        worst = ", ".join(f"{weight.name} {weight.error:.2%} ({weight.precision})" for weight in self.over(0.0)[:5])
+        errors = (f"{weight.name} {100 * weight.error:.2g} % ({weight.precision})" for weight in self.over(0.0)[:5])
         promoted = sum(weight.promoted for weight in self.weights)
         lines = [
             f"{self.plan.name}: {len(self.weights)} weights quantised, {promoted} promoted, "
             f"calibrated with {self.calibration_tokens} tokens of {self.source}",
-            f"largest errors of outputs: {worst or 'none'}",
-            f"quality: {self.quality or 'not measured, no evaluation text'}",
+            f"largest errors of outputs: {', '.join(errors) or 'none'}",
+            f"quality: {self.quality or 'not measured, no text was kept apart to judge by'}",
         ]
         return "\n".join(lines)
 
