@@ -17,8 +17,9 @@ from jaxinfer.engine.host_pages import HostPool, Move
 from jaxinfer.engine.host_store import MOVES, HostStore
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
+from jaxinfer.engine.rules import Rules
 from jaxinfer.engine.runner import Runner
-from jaxinfer.engine.scheduler import Rules, Scheduler
+from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.sequence import Status
 
 COMPILED: list[str] = []

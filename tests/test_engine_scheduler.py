@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
-from jaxinfer.engine.scheduler import MAX_SKIPS, Rules, Scheduler
+from jaxinfer.engine.rules import Rules
+from jaxinfer.engine.scheduler import MAX_SKIPS, Scheduler
 from jaxinfer.engine.sequence import Chunk, Plan, Sequence, Status
 
 RULES = Rules(

@@ -8,7 +8,7 @@ import jax
 
 from jaxinfer import kv_cache
 from jaxinfer.engine.layout import SamplerLayout, listed
-from jaxinfer.engine.scheduler import DecodeOrder, Policy, Rules
+from jaxinfer.engine.rules import DecodeOrder, Policy, Rules
 from jaxinfer.memory import free_device_bytes, free_host_bytes
 from jaxinfer.model import Model
 from jaxinfer.sampling_params import SamplingParams

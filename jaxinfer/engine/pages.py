@@ -53,7 +53,10 @@ class PagePool:
         """`count` pages of unknown contents, each owned once. Raises OutOfPages, giving nothing, if there are fewer."""
         if count > self.num_available:
             raise OutOfPages(f"{count} pages asked for, {self.num_available} available")
-        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        kept = max(len(self._free) - count, 0)
+        pages = self._free[kept:][::-1]
+        del self._free[kept:]
+        pages += [self._evict() for _ in range(count - len(pages))]
         for page in pages:
             self.references[page] = 1
         if self.on_allocate is not None:

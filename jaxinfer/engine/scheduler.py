@@ -15,72 +15,31 @@ Plain Python: it knows lengths and pages, not arrays, so that its rules can be t
 """
 
 import bisect
-import dataclasses
-from typing import Literal
 
-from jaxinfer.engine.pages import OutOfPages, PagePool
+from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
-from jaxinfer.engine.sequence import Booking, Chunk, Fork, Piece, Plan, Sequence, Status
+from jaxinfer.engine.rules import Rules
+from jaxinfer.engine.seats import Seats
+from jaxinfer.engine.sequence import Booking, Fork, Piece, Plan, Sequence, Status
 
 MAX_SKIPS = 4
 """Decode chunks that may go without a sequence before it goes first."""
 
-type DecodeOrder = Literal["shortest", "arrival"]
-type Policy = Literal["separate", "mixed"]
 
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """Limits of the scheduler. Lengths are in tokens."""
-
-    page_size: int
-    max_sequences: int
-    """Sequences that may hold pages at once: slots."""
-    max_decode_batch: int
-    decode_chunk: int
-    """Steps of a decode chunk."""
-    max_prefill_tokens: int
-    prefill_lengths: tuple[int, ...]
-    """Lengths that prefill programs exist for, ascending; a piece is padded to the next one."""
-    stall_tokens: int
-    decode_order: DecodeOrder = "shortest"
-    policy: Policy = "separate"
-
-    def padded(self, length: int) -> int:
-        """What a piece of `length` tokens costs."""
-        return self.prefill_lengths[bisect.bisect_left(self.prefill_lengths, length)]
-
-
-class Scheduler:
+class Scheduler(Seats):
     """Holds every unfinished sequence. `plan` is called once a round, `read` for each result that comes back."""
 
     def __init__(self, rules: Rules, pool: PagePool, prefixes: PrefixCache | None) -> None:
-        self.rules, self.pool, self.prefixes = rules, pool, prefixes
+        super().__init__(rules, pool, prefixes)
         self.stall_tokens = rules.stall_tokens
-        self.chunk = Chunk(rules.decode_chunk)
-        """What decode chunks do that are planned from now on."""
-        self.waiting: list[Sequence] = []
-        """In order of arrival."""
-        self.running: list[Sequence] = []
-        """With a slot: prefilling or decoding, in order of arrival."""
-        self.num_preemptions = 0
         self.num_looked_up = 0
         """Tokens of admitted sequences, and how many of them were in the prefix cache."""
         self.num_reused = 0
         self._arrivals = 0
-        self._slots = list(range(rules.max_sequences - 1, -1, -1))
         self._stalled = 0
         """Prefill tokens since the last decode chunk, while there was something to decode."""
         self._started = 0
         """Sequences whose prefill ended since the last decode chunk."""
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.waiting and not self.running
-
-    def fits(self, num_cached: int) -> bool:
-        """Whether a sequence that needs `num_cached` tokens in the cache could ever run."""
-        return self._pages_for(num_cached) <= self.pool.num_usable
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, which must fit."""
@@ -91,8 +50,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Chooses a round of work and books it as dispatched."""
         plan = Plan()
-        self._reserve(plan)
-        ready = [sequence for sequence in self.running if sequence.wants_decode]
+        ready = self._reserve(plan)
         if not ready:
             self._stalled = self._started = 0
         bound = None
@@ -107,7 +65,8 @@ class Scheduler:
         else:
             prefill_first = goes_on and self._started < self.rules.max_sequences
         if not (plan.pieces and prefill_first):
-            self._decode(plan)
+            begun = [piece.sequence for piece in plan.pieces if piece.last] + [fork.child for fork in plan.forks]
+            self._decode(plan, ready + [sequence for sequence in begun if sequence.wants_decode])
         return plan
 
     def read(self, sequence: Sequence, tokens: list[int]) -> None:
@@ -127,52 +86,6 @@ class Scheduler:
             self._give_up_pages(sequence, trusted)
         sequence.status = Status.FINISHED
 
-    # --- Pages
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.rules.page_size)
-
-    def _reserve(self, plan: Plan) -> None:
-        """Gives every sequence the pages of its next decode chunk, the oldest first, at the cost of the latest."""
-        for sequence in list(self.running):
-            while sequence.wants_decode or sequence.status is Status.PREFILLING:
-                wanted = self._pages_for(sequence.reach(self.chunk)) - len(sequence.pages)
-                if wanted < 0:
-                    self._take_back(sequence, -wanted)
-                if wanted <= 0:
-                    break
-                try:
-                    sequence.pages += self.pool.allocate(wanted)
-                    break
-                except OutOfPages:
-                    victim = self.running[-1]
-                    self._preempt(victim)
-                    plan.preempted.append(victim)
-
-    def _take_back(self, sequence: Sequence, count: int) -> None:
-        """Frees the last pages of a sequence. Work on its way may write there; it does so before any later owner."""
-        self.pool.release(sequence.pages[-count:])
-        del sequence.pages[-count:]
-        sequence.pages_version += 1
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._give_up_pages(sequence, trusted=True)
-        sequence.status = Status.WAITING
-        sequence.num_prefilled = 0
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        bisect.insort(self.waiting, sequence, key=lambda other: other.arrival)
-
-    def _give_up_pages(self, sequence: Sequence, trusted: bool) -> None:
-        if self.prefixes is not None and not trusted:
-            self.prefixes.forget(sequence.pages)
-        elif self.prefixes is not None and sequence.cursor is not None:
-            self.prefixes.extend(sequence.cursor, sequence.tokens, sequence.pages, sequence.num_certain)
-        self.pool.release(sequence.pages)
-        self._slots.append(sequence.slot)
-        self.running.remove(sequence)
-        sequence.pages, sequence.cursor, sequence.slot = [], None, -1
-
     # --- Prefill
 
     def _prefill(self, plan: Plan, bound: int | None) -> tuple[int, bool]:
@@ -191,8 +104,7 @@ class Scheduler:
                 return spent, True
         while self.waiting:
             sequence = self.waiting[0]
-            siblings = (other for other in self.running if other.group == sequence.group)
-            if sequence.unread or any(other.status is Status.PREFILLING for other in siblings):
+            if sequence.unread:  # of before it was preempted
                 return spent, False
             if self.rules.prefill_lengths[0] > left - spent:
                 return spent, True
@@ -224,32 +136,6 @@ class Scheduler:
         sequence.num_reused = sequence.num_prefilled = len(reused) * self.rules.page_size
         self._enter(sequence, Status.PREFILLING)
         return True
-
-    def _return(self, sequence: Sequence) -> None:
-        """Undoes an admission that the round has no tokens left for."""
-        self.pool.release(sequence.pages)
-        self._slots.append(sequence.slot)
-        self.running.remove(sequence)
-        sequence.pages, sequence.cursor, sequence.slot = [], None, -1
-        sequence.num_prefilled = sequence.num_reused = 0
-        sequence.status = Status.WAITING
-        self.waiting.insert(0, sequence)
-
-    def _take_pages(self, sequence: Sequence, shared: list[int]) -> bool:
-        """Gives a sequence `shared` pages and new ones up to its first decode chunk; False if there are none."""
-        wanted = self._pages_for(sequence.reach(self.chunk))
-        self.pool.share(shared)
-        try:
-            sequence.pages = shared + self.pool.allocate(wanted - len(shared))
-        except OutOfPages:
-            self.pool.release(shared)
-            return False
-        return True
-
-    def _enter(self, sequence: Sequence, status: Status) -> None:
-        sequence.status, sequence.slot, sequence.skipped = status, self._slots.pop(), 0
-        sequence.pages_version += 1
-        bisect.insort(self.running, sequence, key=lambda other: other.arrival)
 
     def _pieces(
         self, plan: Plan, sequence: Sequence, left: int, whole: int, written: set[int], *, after_pieces: bool
@@ -320,9 +206,8 @@ class Scheduler:
 
     # --- Decode
 
-    def _decode(self, plan: Plan) -> None:
-        """Chooses the rows of the next decode chunk among all that have pages for it."""
-        ready = [sequence for sequence in self.running if sequence.wants_decode]
+    def _decode(self, plan: Plan, ready: list[Sequence]) -> None:
+        """Chooses the rows of the next decode chunk among all that are ready and have pages for it."""
         if len(ready) > self.rules.max_decode_batch:
             by_length = self.rules.decode_order == "shortest"
 
@@ -335,7 +220,8 @@ class Scheduler:
         for sequence in ready[self.rules.max_decode_batch :]:
             sequence.skipped += 1
         plan.decode, plan.chunk = ready[: self.rules.max_decode_batch], self.chunk
+        booking = Booking(self.chunk.most, self.chunk.num_steps * self.chunk.tokens_per_step)
         for sequence in plan.decode:
             sequence.skipped = 0
-            sequence.booked.append(Booking(self.chunk.most, self.chunk.num_steps * self.chunk.tokens_per_step))
+            sequence.booked.append(booking)
         self._stalled = self._started = 0

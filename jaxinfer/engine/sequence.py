@@ -88,13 +88,7 @@ class Sequence:
     @property
     def wants_decode(self) -> bool:
         """Whether another decode chunk is likely to give it tokens."""
-        if self.status is not Status.DECODING:
-            return False
-        # Asked for every sequence several times a round: a loop over one or two bookings is the fastest.
-        expected: float = len(self.tokens) - self.num_prompt
-        for booking in self.booked:
-            expected += booking.expected
-        return expected < self.max_tokens
+        return self.outlook(Chunk(0))[0]
 
     def cached_after(self, num_tokens: int) -> int:
         """Tokens in the cache, at most, when all dispatched work is done and has given `num_tokens` more; the newest is
@@ -106,8 +100,22 @@ class Sequence:
 
     def reach(self, chunk: Chunk) -> int:
         """Places in the cache that its next decode chunk may write to: what it may gain, and what is drafted behind."""
-        first = self.status is not Status.DECODING  # the token that its prefill is going to give
-        return self.cached_after(first + chunk.most) + chunk.num_drafted
+        return self.outlook(chunk)[1]
+
+    def outlook(self, chunk: Chunk) -> tuple[bool, int]:
+        """Whether another decode chunk is likely to give it tokens, and its `reach`.
+
+        One call for both: it is asked for every sequence in every round, with one or two bookings each.
+        """
+        most = len(self.tokens) - self.num_prompt
+        expected: float = most
+        for booking in self.booked:
+            most += booking.most
+            expected += booking.expected
+        is_decoding = self.status is Status.DECODING
+        most += chunk.most if is_decoding else chunk.most + 1  # the token that its prefill is going to give
+        reach = self.num_prompt + min(most, self.max_tokens) - 1 + chunk.num_drafted
+        return is_decoding and expected < self.max_tokens, reach
 
     @property
     def num_certain(self) -> int:

@@ -1,0 +1,30 @@
+"""Limits that the scheduler keeps to."""
+
+import bisect
+import dataclasses
+from typing import Literal
+
+type DecodeOrder = Literal["shortest", "arrival"]
+type Policy = Literal["separate", "mixed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Limits of the scheduler. Lengths are in tokens."""
+
+    page_size: int
+    max_sequences: int
+    """Sequences that may hold pages at once: slots."""
+    max_decode_batch: int
+    decode_chunk: int
+    """Steps of a decode chunk."""
+    max_prefill_tokens: int
+    prefill_lengths: tuple[int, ...]
+    """Lengths that prefill programs exist for, ascending; a piece is padded to the next one."""
+    stall_tokens: int
+    decode_order: DecodeOrder = "shortest"
+    policy: Policy = "separate"
+
+    def padded(self, length: int) -> int:
+        """What a piece of `length` tokens costs."""
+        return self.prefill_lengths[bisect.bisect_left(self.prefill_lengths, length)]
