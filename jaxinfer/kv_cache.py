@@ -68,7 +68,7 @@ def format_for(dtype: jnp.dtype | type | str) -> KVFormat | None:
     """
     try:
         resolved = jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):  # NumPy has both for text that is no type
         resolved = None
     if resolved is not None and resolved.name in FORMATS:
         return FORMATS[resolved.name]

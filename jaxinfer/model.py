@@ -195,7 +195,7 @@ def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
     """The dtype that `load` gives weights when asked for `dtype`. Raises ValueError for one they cannot have."""
     if dtype is None:
         return default_dtype()
-    with contextlib.suppress(TypeError):
+    with contextlib.suppress(TypeError, ValueError):  # NumPy has both for text that is no type
         resolved = jnp.dtype(dtype)
         if resolved in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             return resolved

@@ -175,6 +175,8 @@ def open_source(path_or_name: str | os.PathLike[str], *, progress: bool) -> Iter
 
 def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Path:
     """The folder or .gguf file that was meant; names that are no path are pulled."""
+    if not isinstance(path_or_name, str | os.PathLike) or not os.fspath(path_or_name):
+        raise ValueError(f"the model is {path_or_name!r}; give the path of a folder or .gguf file, or a name to fetch")
     path = pathlib.Path(path_or_name)
     with contextlib.suppress(RuntimeError):  # ~name of nobody here
         path = path.expanduser()

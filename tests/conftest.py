@@ -18,6 +18,9 @@ for _package in ("jaxinfer", "pallas_kernels", "checkpoints"):
 import jax
 import numpy as np
 
+import checkpoints.progress
+
+checkpoints.progress.LOG_INTERVAL = 1e9  # what standard error shows must not depend on how long a test takes
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

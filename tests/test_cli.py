@@ -155,7 +155,7 @@ def test_weights_are_kept_as_asked(run, folder: str, monkeypatch: pytest.MonkeyP
     assert str(seen[0].cache_dtype) == "int8"
     code, _, err = run("generate", folder, "--prompt", "A", "--quantize", "int5")
     assert code == 2
-    assert "quantize='int5': expected int4" in err
+    assert "--quantize 'int5': expected int4" in err
 
 
 def test_several_completions_come_in_order_under_headings(run, folder: str) -> None:
@@ -291,7 +291,7 @@ def test_model_without_tokenizer_takes_and_gives_ids(run, folder: str, tmp_path:
         (("generate", "{model}", "--prompt", "A", "--system", "x"), "--system needs --chat"),
         (("generate", "{model}", "--prompt", "A", "--prompts-file", "x"), "not allowed with argument --prompt"),
         (("generate", "{model}", "--prompt", ""), "prompt 0 is empty"),
-        (("generate", "{model}", "--prompt", "A", "--max-batch-size", "0"), "max_batch_size=0"),
+        (("generate", "{model}", "--prompt", "A", "--max-batch-size", "0"), "--max-batch-size 0; expected an integer"),
         (("generate", "{model}", "--prompt", "|".join("A" * 65)), "prompt 0 has 65 tokens, but the context"),
         (("generate", "{model}", "--prompts-file", "{empty}/none.txt"), "none.txt: No such file or directory"),
         (("generate", "{model}", "--prompts-file", "{empty}"), "Is a directory"),

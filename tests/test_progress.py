@@ -11,6 +11,7 @@ from checkpoints.progress import progress_bar
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch):
     """Seconds that pass when a test says so, for tqdm."""
+    monkeypatch.setattr(progress, "LOG_INTERVAL", 10.0)  # which `conftest.py` has made endless
     now = [1000.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
 

@@ -183,9 +183,11 @@ def test_plans_that_are_wrong(content: dict[str, Any], message: str) -> None:
 
 
 def test_names_of_plans_that_are_wrong(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match=r"quantize='int5': expected int4, int4-g128.* a Plan, or the path of a .toml"):
+    with pytest.raises(ValueError, match=r"quantize='int5': expected int4, int4-g128.*, or the path of a .toml"):
         resolve("int5")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"--plan 'int5': expected int4"):
+        resolve("int5", "--plan ")
+    with pytest.raises(FileNotFoundError, match=r"none.toml"):
         resolve(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("rules = [")
     with pytest.raises(ValueError, match=r"bad.toml is not TOML"):

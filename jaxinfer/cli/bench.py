@@ -7,6 +7,7 @@ import jax
 
 from checkpoints.progress import progress_bar
 from jaxinfer.cli.options import json_line, loading
+from jaxinfer.cli.output_files import check_picture
 from jaxinfer.cli.spec_bench import make_draft
 from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.engine import Engine
@@ -23,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
         options.requests = 8 if on_cpu else 64
     if not (options.rate > 0 and options.requests > 0):
         raise ValueError(f"--rate {options.rate} and --requests {options.requests}; both must be above 0")
+    check_picture("--timeline", options.timeline)
     config = EngineConfig(
         max_decode_batch=options.max_decode_batch,
         max_prefill_tokens=options.max_prefill_tokens,

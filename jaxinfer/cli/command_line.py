@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(parser=command)
 
     generate = commands["generate"]
-    add_loading(generate)
+    add_loading(generate, tiered=True)
     source = generate.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeat it for several")
     source.add_argument(
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     add_sampling(generate)
 
     chat = commands["chat"]
-    add_loading(chat)
+    add_loading(chat, tiered=True)
     chat.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
     add_sampling(chat, leave_out=("n", "logprobs", "prompt_logprobs"), defaults={"max_tokens": 1024})
 
@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     add_loading(commands["bench"])
     add_bench(commands["bench"])
 
-    add_loading(commands["plan"])
+    add_loading(commands["plan"], tiered=True)
     add_plan(commands["plan"])
 
     add_model(commands["sensitivity"])
@@ -147,7 +147,7 @@ def run(arguments: Sequence[str] | None) -> int:
     except (ValueError, OSError) as error:  # CheckpointError is a ValueError
         if options.traceback:
             raise
-        print(f"error: {describe(error)}", file=sys.stderr)
+        print(f"error: {options.parser.in_options(describe(error))}", file=sys.stderr)
         return 2
 
 

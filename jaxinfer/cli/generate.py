@@ -6,11 +6,10 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from checkpoints.progress import progress_bar
-from jaxinfer.cli.options import json_line, loading, sampling_values
+from jaxinfer.cli.options import json_line, loading, read_text, sampling_values, shown_name
 from jaxinfer.generation import generate, stream
 from jaxinfer.model import Model, load
 from jaxinfer.request import Prompt
@@ -193,7 +192,7 @@ def _jobs(options: argparse.Namespace) -> Iterator[Job]:
     if options.jsonl or (options.prompts_file is not None and options.prompts_file.endswith(".jsonl")):
         name = "-" if options.prompts_file is None else options.prompts_file
         for number, line in enumerate(_lines(name), 1):
-            yield _from_json(line, f"{_shown(name)} line {number}", values, options)
+            yield _from_json(line, f"{shown_name(name)} line {number}", values, options)
         return
     if options.prompt is not None:
         texts = options.prompt
@@ -202,7 +201,7 @@ def _jobs(options: argparse.Namespace) -> Iterator[Job]:
     elif sys.stdin.isatty():
         raise ValueError("no prompt; give --prompt or --prompts-file, or pipe a text in")
     else:
-        texts = [sys.stdin.read().removesuffix("\n")]
+        texts = [read_text("-").removesuffix("\n")]
     for text in texts:
         yield _chat_or_text(text, shared, options)
 
@@ -218,21 +217,10 @@ def _lines(name: str) -> list[str]:
     """Lines of a file that are not blank; `-` is standard input."""
     if name == "-" and sys.stdin.isatty():
         raise ValueError("standard input is a terminal; pipe the prompts in, or name a file")
-    try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
-        raise ValueError(f"{_shown(name)} {problem}") from error
-    except OSError as error:
-        raise ValueError(f"{name}: {error.strerror}; expected a text file with one prompt a line") from error
-    lines = [line for line in text.split("\n") if line.strip()]
+    lines = [line for line in read_text(name).split("\n") if line.strip()]
     if not lines:
-        raise ValueError(f"{_shown(name)} holds no prompts; give one a line")
+        raise ValueError(f"{shown_name(name)} holds no prompts; give one a line")
     return [line.removesuffix("\r") for line in lines]
-
-
-def _shown(name: str) -> str:
-    return "standard input" if name == "-" else name
 
 
 def _from_json(line: str, where: str, values: dict[str, Any], options: argparse.Namespace) -> Job:

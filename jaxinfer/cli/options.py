@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import pathlib
 import re
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 from jaxinfer.sampling_params import SamplingParams
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn", "int4")
 
 
 _REPEAT = {str | Sequence[str]: " Repeat it for several.", Sequence[int]: " Several: with commas, or repeat it."}
@@ -24,6 +26,11 @@ _REPEAT = {str | Sequence[str]: " Repeat it for several.", Sequence[int]: " Seve
 
 class Parser(argparse.ArgumentParser):
     """Reports bad arguments in one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register("type", int, _integer)
+        self.register("type", float, _number)
 
     def error(self, message: str) -> NoReturn:
         unknown = re.fullmatch(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL)
@@ -37,6 +44,15 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str], found: argparse.Namespace) -> NoReturn:
         """Ends the program for what `parse_known_args` left over, naming the option that was probably meant."""
         self.error(self._explain(unknown, found))
+
+    def in_options(self, message: str) -> str:
+        """An error of the library, whose `context=0` is this command's `--context 0`."""
+
+        def option(match: re.Match[str]) -> str:
+            name = "--" + match[1].replace("_", "-")
+            return f"{name} " if name in self._option_string_actions else match[0]
+
+        return re.sub(r"\b([a-z]\w*)=(?=[^=\s])", option, message)
 
     def _explain(self, unknown: Sequence[str], found: argparse.Namespace) -> str:
         options = [word.partition("=")[0] for word in unknown if word.startswith("-") and len(word) > 1]
@@ -58,8 +74,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default bfloat16 on a GPU, float32 on a CPU")
 
 
-def add_loading(parser: argparse.ArgumentParser) -> None:
-    """MODEL and everything that says how it is kept in memory; `loading` has the values."""
+def add_loading(parser: argparse.ArgumentParser, *, tiered: bool = False) -> None:
+    """MODEL and everything that says how it is kept in memory; `loading` has the values.
+
+    `tiered` caches are for the commands that generate without engine and draft, and for plans of those.
+    """
     add_model(parser)
     parser.add_argument(
         "--quantize", metavar="PLAN", help="pack weights while loading: int4, int8, ..., or a .toml file"
@@ -69,9 +88,13 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="whether quantised weights of a file stay packed; by default where that is fast",
     )
-    parser.add_argument(
-        "--kv-dtype", metavar="TYPE", help="of the cache: int8, float8_e4m3fn, int4, tiered; default --dtype"
-    )
+    types = ", ".join(KV_DTYPES[len(DTYPES) :])
+    if tiered:
+        text = f"of the cache: {types}, tiered, or tiered:RECENT,INT8; default --dtype"
+        parser.add_argument("--kv-dtype", metavar="TYPE", help=text)
+    else:
+        text = f"of the cache: {types}; default --dtype"
+        parser.add_argument("--kv-dtype", metavar="TYPE", choices=KV_DTYPES, help=text)
     parser.add_argument(
         "--prefill-dtype", choices=DTYPES, help="keep a second copy of packed weights, decoded, to compute prompts with"
     )
@@ -122,16 +145,32 @@ def json_line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=not readable, allow_nan=False)
 
 
+def read_text(name: str) -> str:
+    """A UTF-8 file, or standard input for `-`. Raises OSError, and ValueError for what is not UTF-8."""
+    if "\0" in name:
+        raise ValueError(f"{name!r} is no name of a file: it holds a zero byte")
+    try:
+        text = sys.stdin.read() if name == "-" else pathlib.Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        raise ValueError(f"{shown_name(name)} {problem}") from error
+    return text.removeprefix("\ufeff")
+
+
+def shown_name(name: str) -> str:
+    return "standard input" if name == "-" else name
+
+
 def _how(field: dataclasses.Field) -> dict[str, Any]:
     """How argparse reads a field, from its annotation."""
     if field.type is bool:
         return {"action": argparse.BooleanOptionalAction}
     if field.type is int:
-        return {"type": _integer, "metavar": "N"}
+        return {"type": int, "metavar": "N"}
     if field.type == int | None:
         return {"type": _optional_integer, "metavar": "N"}
     if field.type is float:
-        return {"type": _number, "metavar": "X"}
+        return {"type": float, "metavar": "X"}
     if field.type == str | Sequence[str]:
         return {"action": "append", "metavar": "TEXT"}
     if field.type == Sequence[int]:

@@ -3,20 +3,16 @@
 import argparse
 import dataclasses
 import math
-import pathlib
 import sys
 
-from jaxinfer.cli.options import json_line, loading
+from jaxinfer.cli.options import json_line, loading, read_text
 from jaxinfer.model import load
 from jaxinfer.scoring import perplexity
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the perplexity of a text, and of how many tokens it is."""
-    try:
-        text = sys.stdin.read() if options.file == "-" else pathlib.Path(options.file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{options.file} is not UTF-8 ({error.reason} at byte {error.start})") from error
+    text = read_text(options.file)
     progress = not options.quiet
     model = load(options.model, **loading(options), progress=progress)
     result = perplexity(model, text, window=options.window, stride=options.stride, progress=progress)

@@ -4,29 +4,31 @@ import argparse
 import dataclasses
 
 from jaxinfer.cli.options import json_line, loading
+from jaxinfer.cli.output_files import check_picture
 from jaxinfer.device import start_device
 from jaxinfer.planning.plan import memory_plan
+from jaxinfer.speculative.ngram import check_k
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the plan as text or JSON. Exit code 0 whether it fits or not: that is an answer too."""
+    check_picture("--chart", options.chart)
+    if options.draft is not None:
+        check_k(options.k, "--draft")
     start_device()
-    try:
-        plan = memory_plan(
-            options.model,
-            context=options.context,
-            batch=options.batch,
-            gpu_memory=options.gpu_memory,
-            draft=options.draft,
-            num_drafted=options.k,
-            compile=options.compile,
-            progress=True,
-            **loading(options),
-        )
-        if options.chart is not None:
-            plan.plot(options.chart)
-    except ImportError as error:
-        raise ValueError(str(error)) from error
+    plan = memory_plan(
+        options.model,
+        context=options.context,
+        batch=options.batch,
+        gpu_memory=options.gpu_memory,
+        draft=options.draft,
+        num_drafted=options.k,
+        compile=options.compile,
+        progress=True,
+        **loading(options),
+    )
+    if options.chart is not None:
+        plan.plot(options.chart)
     facts = dataclasses.asdict(plan) | {"peak": plan.peak, "fits": plan.fits}
     print(json_line(facts) if options.json else plan)
     return 0

@@ -4,13 +4,14 @@ import argparse
 import sys
 
 from jaxinfer.quantization.api import write_quantized
+from jaxinfer.quantization.plan import resolve
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the path of the store; how well it was done, where that was measured, goes to standard error."""
     report = write_quantized(
         options.model,
-        options.plan,
+        resolve(options.plan, "--plan "),
         options.out,
         calibration=options.calibration,
         promote_above=options.promote_above,

@@ -3,11 +3,10 @@
 import argparse
 import json
 import math
-import pathlib
 import sys
 from collections.abc import Iterator
 
-from jaxinfer.cli.options import json_line, loading
+from jaxinfer.cli.options import json_line, loading, read_text, shown_name
 from jaxinfer.model import load
 from jaxinfer.request import Prompt
 from jaxinfer.scoring import score
@@ -46,16 +45,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _pairs(name: str) -> Iterator[tuple[Prompt, Prompt]]:
-    lines = sys.stdin if name == "-" else pathlib.Path(name).read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, 1):
+    where = shown_name(name)
+    for number, line in enumerate(read_text(name).split("\n"), 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{name} line {number} is not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} line {number} is not JSON: {error}") from error
         match record:
             case {"prompt": str() | list() as prompt, "continuation": str() | list() as text} if len(record) == 2:
                 yield prompt, text
             case _:
-                raise ValueError(f"{name} line {number}: expected an object with prompt and continuation, nothing else")
+                raise ValueError(
+                    f"{where} line {number}: expected an object with prompt and continuation, nothing else"
+                )

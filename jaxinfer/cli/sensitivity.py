@@ -2,19 +2,28 @@
 
 import argparse
 import re
+from collections.abc import Sequence
 
 from jaxinfer.cli.options import json_line
+from jaxinfer.cli.output_files import check_output, check_picture
 from jaxinfer.model import load
-from jaxinfer.quantization.plan import Precision
+from jaxinfer.quantization.plan import HEAD, Plan, Precision
 from jaxinfer.quantization.sensitivity import sensitivity
-from jaxinfer.quantization.sensitivity_table import plan_of
+from jaxinfer.quantization.sensitivity_table import plan_of, read_budget
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures, proposes, writes and draws what was asked for, prints the rest."""
     precisions = [precision_of(text) for text in options.precisions.split(",")]
+    if options.tokens < 1:
+        raise ValueError(f"--tokens {options.tokens}; expected a whole number from 1")
     if options.plan is not None and not options.plan.endswith(".toml"):
         raise ValueError(f"--plan {options.plan}: --quantize takes plans for files that end in .toml; name it so")
+    check_output("--plan", options.plan)
+    check_picture("--heat-map", options.heat_map)
+    budget = read_budget(options.budget, "--budget ")
+    if isinstance(budget, Plan):
+        check_measured(budget, precisions, options.head)
     shown = not options.quiet
     model = load(options.model, dtype=options.dtype, packed=False, progress=shown)
     found = sensitivity(
@@ -28,10 +37,7 @@ def run(options: argparse.Namespace) -> int:
     )
     proposal = found.propose(options.budget, joined=not options.separate)
     if options.heat_map is not None:
-        try:
-            found.plot(options.heat_map)
-        except ImportError as error:
-            raise ValueError(str(error)) from error
+        found.plot(options.heat_map)
     if options.plan is not None:
         proposal.save(options.plan)
     if options.json:
@@ -45,6 +51,17 @@ def run(options: argparse.Namespace) -> int:
         uniform = found.evaluate(plan_of(dict.fromkeys(found.names, precision), f"all {precision}"))
         print(uniform)
     return 0
+
+
+def check_measured(plan: Plan, precisions: Sequence[Precision], with_head: bool) -> None:
+    """Raises ValueError for a budget with a precision that is not among the candidates, before hours of measuring."""
+    for rule in plan.rules:
+        counts = with_head or any(pattern != HEAD for pattern in rule.weights)
+        if counts and rule.precision.bits < 16 and rule.precision not in precisions:
+            raise ValueError(
+                f"--budget {plan.name} has weights in {rule.precision}, which is not among --precisions: add it, or "
+                "give a size"
+            )
 
 
 def precision_of(text: str) -> Precision:

@@ -2,9 +2,8 @@
 
 import argparse
 import sys
-from pathlib import Path
 
-from jaxinfer.cli.options import json_line, loading, sampling_values
+from jaxinfer.cli.options import json_line, loading, read_text, sampling_values
 from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scoring import score
@@ -34,8 +33,11 @@ def run(options: argparse.Namespace) -> int:
     acceptance = Exact() if options.lossy is None else LOSSY[options.lossy]()
     for k in options.k:
         check_k(k, "spec-bench")
-    model = load(options.model, **loading(options))
-    prompts = [_prompt(model, text) for text in _texts(options)]
+    if options.repeats < 1:
+        raise ValueError(f"--repeats {options.repeats}; expected at least 1")
+    texts = _texts(options)
+    model = load(options.model, **loading(options), progress=True)
+    prompts = [_prompt(model, text) for text in texts]
     drafts = [make_draft(model, options.draft, k) for k in options.k]
     plain = measure_plain(model, prompts, params, repeats=options.repeats)
     for draft in drafts:
@@ -75,7 +77,7 @@ def _texts(options: argparse.Namespace) -> list[str]:
         return options.prompt
     if options.prompts_file is None:
         return list(PROMPTS)
-    lines = [line for line in Path(options.prompts_file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line for line in read_text(options.prompts_file).splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{options.prompts_file} holds no prompts; give one a line")
     return lines

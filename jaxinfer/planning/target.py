@@ -55,7 +55,7 @@ def target_for(gpu_memory: int | str | None) -> Target:
     if gpu_memory is not None:
         size = parse_bytes(gpu_memory)
         if size < 1 << 20:
-            raise ValueError(f"a GPU of {size} bytes; write its memory with a unit, such as {gpu_memory}GiB")
+            raise ValueError(f"gpu_memory={gpu_memory!r} is a GPU of {size} bytes; write a size with its unit: 24GiB")
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or JAX_FRACTION)
         name = f"a GPU of {size / 2**30:.4g} GiB, of which JAX takes {share:.0%}"
         return Target(name, "gpu", int(share * size), here == "gpu")

@@ -203,21 +203,23 @@ or less, and an error four times smaller.
 """
 
 
-def resolve(plan: "Plan | str | os.PathLike[str]") -> Plan:
-    """A plan, the name of a preset, or the path of a TOML file, as a plan. Raises ValueError for anything else."""
+def resolve(plan: "Plan | str | os.PathLike[str]", given_as: str = "quantize=") -> Plan:
+    """A plan, the name of a preset, or the path of a TOML file, as a plan.
+
+    Raises FileNotFoundError for a file that is not there, and ValueError for anything else; `given_as` is what errors
+    call the argument.
+    """
     if isinstance(plan, Plan):
         return plan
-    text = os.fspath(plan)
-    if text in PRESETS:
+    text = os.fspath(plan) if isinstance(plan, str | os.PathLike) else None
+    if isinstance(text, str) and text in PRESETS:
         return PRESETS[text]
-    path = pathlib.Path(text)
-    if path.suffix != ".toml":
-        raise ValueError(f"quantize={text!r}: expected {', '.join(PRESETS)}, a Plan, or the path of a .toml file")
+    if not isinstance(text, str) or not text.endswith(".toml"):
+        raise ValueError(f"{given_as}{plan!r}: expected {', '.join(PRESETS)}, or the path of a .toml file")
+    path = pathlib.Path(text).expanduser()
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     return from_mapping(content, str(path))
 

@@ -66,10 +66,11 @@ def sensitivity(
     `quick` runs the layers above only for each weight's coarsest precision. The KL divergence of the others is that
     one, times the ratio of their output errors: both grow with the square of what rounding changes.
 
-    Raises ValueError for a model that is packed already, for no text, and for precisions that cannot be measured.
+    Raises ValueError for a model that is packed already, for no text, for precisions that cannot be measured, and for
+    `max_tokens` below 1.
     """
     precisions = tuple(dict.fromkeys(precisions))
-    _check(model, precisions)
+    _check(model, precisions, max_tokens)
     windows = windows_for(calibration, model.tokenizer, model.config).calibration
     windows = windows[: max(1, max_tokens // max(1, windows.shape[1])), :max_tokens]
     if windows.size == 0:
@@ -227,7 +228,9 @@ def _float32(layer: LayerParams) -> LayerParams:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer)
 
 
-def _check(model: Model, precisions: Sequence[Precision]) -> None:
+def _check(model: Model, precisions: Sequence[Precision], max_tokens: int) -> None:
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens!r}: expected a whole number from 1, such as {MOST_TOKENS}")
     if not precisions:
         raise ValueError("precisions is empty; give at least one candidate, such as Precision(4, 64)")
     for precision in precisions:

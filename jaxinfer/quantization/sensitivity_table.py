@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int64
 from jaxinfer.pictures import notebook_figure
 from jaxinfer.planning.target import parse_bytes
 from jaxinfer.quantization.knapsack import choose
-from jaxinfer.quantization.plan import HEAD, Plan, Precision, Rule, resolve
+from jaxinfer.quantization.plan import HEAD, PRESETS, Plan, Precision, Rule, resolve
 
 if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,16 +109,13 @@ class Sensitivity:
         return Proposal(plan, total, divergence, counts)
 
     def _budget(self, budget: int | str | Plan) -> int:
-        if isinstance(budget, Plan):
-            return self.evaluate(budget).num_bytes
-        if isinstance(budget, str):
-            bits = re.fullmatch(r"\s*([0-9.]+)\s*bits?\s*", budget)
-            if bits is not None:
-                # A projection in 16 bits has two bytes a weight; a tied head in 8 bits has one and a scale a row.
-                return int(float(bits[1]) * self.original_sizes.sum() / 16)
-            if not budget.strip()[:1].isdigit():
-                return self.evaluate(budget).num_bytes
-        return parse_bytes(budget)
+        room = read_budget(budget)
+        if isinstance(room, Plan):
+            return self.evaluate(room).num_bytes
+        if isinstance(room, float):
+            # A projection in 16 bits has two bytes a weight; a tied head in 8 bits has one and a scale a row.
+            return int(room * self.original_sizes.sum() / 16)
+        return room
 
     def _units(self, joined: bool) -> Iterable[list[int]]:
         """Rows that get one precision."""
@@ -202,6 +199,23 @@ class Sensitivity:
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
+
+
+def read_budget(budget: int | str | Plan, given_as: str = "budget=") -> int | float | Plan:
+    """A budget as `Sensitivity.propose` takes it: bytes, bits a weight as a float, or the plan that takes the room.
+
+    Raises ValueError for what is none of them; `given_as` is what errors call the argument.
+    """
+    if isinstance(budget, Plan) or budget in PRESETS or str(budget).endswith(".toml"):
+        return resolve(typing.cast(Plan | str, budget))
+    bits = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*bits?\s*", str(budget))
+    if bits is not None:
+        return float(bits[1])
+    try:
+        return parse_bytes(budget)
+    except ValueError:
+        expected = f"expected a size such as 60MB, '4.5 bits' (a weight), {', '.join(PRESETS)}, or a .toml file"
+        raise ValueError(f"{given_as}{budget!r}: {expected}") from None
 
 
 def _counts(precisions: Iterable[Precision]) -> dict[str, int]:

@@ -1,0 +1,95 @@
+"""Command lines that are wrong: refused before the work begins, in the words of the command line."""
+
+import io
+import pathlib
+
+import markov
+import pytest
+
+import jaxinfer.cli
+from jaxinfer.cli import command_line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(markov.save(tmp_path_factory.mktemp("model"), markov.chain(0, 1, 2, markov.EOS)))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        # In the words of the command line, where the library says `context=0` or `quantize='int5'`.
+        ("plan {model} --context 0", "--context 0; expected 1 to 64"),
+        ("plan {model} --batch 1.5", "argument --batch: '1.5' is not a whole number"),
+        ("plan {model} --quantize int5", "--quantize 'int5': expected int4, int4-g128"),
+        ("plan {model} --gpu-memory 12", "--gpu-memory '12' is a GPU of 12 bytes; write a size with its unit: 24GiB"),
+        ("plan {model} --draft {model} --k 0", "--draft: --k 0; expected 1 to 15 drafted tokens a step"),
+        ("generate {model} --prompt A --kv-dtype a,b", "--kv-dtype 'a,b': a cache can be float32"),
+        ("quantize {model} --plan int5 --out {out}/store", "--plan 'int5': expected int4, int4-g128"),
+        ("quantize {model} --plan {out}/none.toml --out {out}/store", "none.toml: No such file or directory"),
+        ("quantize {model} --plan int4-gptq --out {out}/store --calibration {out}/none.txt", "none.txt: No such file"),
+        ("bench {model} --decode-chunk 99999999999", "--decode-chunk 99999999999; expected at most 4096"),
+        ("perplexity {model} {out}/text.txt --stride 0", "--stride 0; expected an integer from 1 to 63"),
+        # Tiers are for what generates without engine and draft.
+        ("bench {model} --kv-dtype tiered", "argument --kv-dtype: invalid choice: 'tiered'"),
+        ("score {model} --continuation A --kv-dtype tiered", "argument --kv-dtype: invalid choice: 'tiered'"),
+        # What would only be found after all the measuring.
+        ("sensitivity {model} --tokens 0", "--tokens 0; expected a whole number from 1"),
+        (
+            "sensitivity {model} --budget much",
+            "--budget 'much': expected a size such as 60MB, '4.5 bits' (a weight)",
+        ),
+        ("sensitivity {model} --budget 4.5.5bits", "--budget '4.5.5bits': expected a size"),
+        (
+            "sensitivity {model} --precisions 3:64,8",
+            "--budget int4 has weights in int4 g64 rtn, which is not among",
+        ),
+        ("sensitivity {model} --plan {out}/none/best.toml", "none/best.toml: there is no folder"),
+        ("sensitivity {model} --heat-map {out}", "is a folder; name a file"),
+        ("sensitivity {model} --heat-map {out}/map.bmpx", "map.bmpx: no picture format .bmpx; there are "),
+        ("bench {model} --timeline {out}/none/t.png", "none/t.png: there is no folder"),
+        ("plan {model} --chart {out}/plan.xyz", "plan.xyz: no picture format .xyz"),
+        ("spec-bench {model} --prompt A --repeats 0", "--repeats 0; expected at least 1"),
+        # Files of prompts and pairs.
+        (
+            "score {model} --pairs-file {out}/latin1",
+            "latin1 is not UTF-8 (invalid continuation byte at byte 0)",
+        ),
+        ("score {model} --pairs-file {out}/deep", "deep line 1 is not JSON: maximum recursion depth"),
+        ("spec-bench {model} --prompts-file {out}/latin1", "latin1 is not UTF-8"),
+        ("perplexity {model} {out}/latin1", "latin1 is not UTF-8"),
+        ("generate {model} --prompts-file a\0b", "'a\\x00b' is no name of a file"),
+    ],
+)
+def test_bad_options(
+    capsys: pytest.CaptureFixture[str], folder: str, tmp_path: pathlib.Path, line: str, expected: str
+) -> None:
+    (tmp_path / "text.txt").write_text("A|BC|DEF")
+    (tmp_path / "latin1").write_bytes(b"\xe9A")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    try:
+        code = jaxinfer.cli.main([word.format(model=folder, out=tmp_path) for word in line.split(" ")])
+    except SystemExit as error:
+        code = error.code
+    shown = capsys.readouterr()
+    assert (code, shown.out, shown.err.count("\n")) == (2, "", 1)
+    assert expected in shown.err
+    assert shown.err.startswith("error: ")
+
+
+def test_a_model_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty variable of a shell is not the folder that one is in."""
+    assert jaxinfer.cli.main(["info", ""]) == 2
+    assert capsys.readouterr().err.startswith("error: the model is ''; give the path of a folder or .gguf file")
+
+
+def test_a_byte_order_mark_is_not_text(capsys, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('\ufeff{"prompt": [0], "continuation": [99]}\n'))
+    assert jaxinfer.cli.main(["score", folder, "--pairs-file", "-"]) == 2
+    assert "continuation 0 holds 99" in capsys.readouterr().err
+
+
+def test_only_names_of_options_are_translated() -> None:
+    parser = command_line.parser().parse_args(["plan", "m"]).parser
+    given = "context=0 and kv_dtype='x', head_dim=64; a==b; path/context=1; context= 2"
+    assert parser.in_options(given) == "--context 0 and --kv-dtype 'x', head_dim=64; a==b; path/--context 1; context= 2"
