@@ -20,6 +20,7 @@ from jaxinfer.generation import generate
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.speculative import compatibility
 from jaxinfer.speculative.acceptance import Proposal
 from jaxinfer.speculative.compatibility import expected_acceptance
 from jaxinfer.speculative.lossy import LossyTopK
@@ -131,6 +132,22 @@ def test_expected_acceptance_is_the_overlap_along_a_text():
             expected_acceptance(model, model, text)
     with pytest.raises(ValueError, match="expected_acceptance's draft is the string 'small'; expected a model"):
         expected_acceptance(model, "small", [1, 2])
+
+
+def test_a_draft_of_another_family_is_announced_with_its_expected_acceptance(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    model = markov.model({1: 2, 2: 3}, scale=1.0)
+    other = dataclasses.replace(model, config=dataclasses.replace(model.config, model_type="mistral"))
+    ModelDraft(other).check(model, 8)
+    assert "on a text of yours (prompt 0: the tokenizer cannot encode this text" in caplog.messages[0]
+    monkeypatch.setattr(compatibility, "SAMPLE", "A|BC")
+    draft = ModelDraft(other)
+    draft.check(model, 8)
+    draft.check(model, 8)  # said once
+    assert "is a mistral and the target markov a llama: models of two families rarely agree" in caplog.messages[1]
+    assert caplog.messages[1].endswith("about 100% of drafted tokens would be accepted")
+    assert len(caplog.messages) == 2
 
 
 MODEL = markov.model({})
@@ -335,7 +352,9 @@ def test_report_by_hand():
     assert report.mean_accepted_length == 1.0
     assert report.tokens_per_step == pytest.approx(7 / 4)
     report.add(0, np.array([[0, 0, -1]]), np.array([[0, 0, -1]]), 2, 0.1)
+    assert report.tokens_per_step == pytest.approx(7 / 4)  # plain steps between do not change what drafting gains
     assert report.steps == {2: 2, 0: 1}
+    assert report.tokens == {2: 7, 0: 2}
     assert "acceptance by position: 67%  50%" in str(report)
     assert "k = 2: 2 steps of 250.00 ms" in str(report)
     assert "plain: 1 steps of 100.00 ms" in str(report)

@@ -15,7 +15,7 @@ class SpeculationMetrics:
     mean_accepted_length: float
     """Drafted tokens that stayed a step, of sequences that were proposed any."""
     tokens_per_step: float
-    """Of a sequence: 1 is plain decoding."""
+    """Of a sequence, in steps that drafted; 1 if none did."""
     steps: dict[int, int]
     """By drafted length; 0 is plain decoding."""
     step_seconds: dict[int, float]
@@ -73,7 +73,7 @@ class SpeculationMetrics:
         return "\n".join(
             [
                 f"speculation                 accepted by position: {shares}; {self.mean_accepted_length:.2f} a step, "
-                f"{self.tokens_per_step:.2f} tokens a step",
+                f"{self.tokens_per_step:.2f} tokens a drafting step",
                 f"                            steps: {steps or 'none'}",
                 f"                            drafting {split}, catching up {self.catch_up_seconds:.2f} s",
             ]

@@ -63,13 +63,12 @@ class SpeculativeBatch(Batch):
             while len(self.in_flight) < 2 and (not self.in_flight or self._is_more_expected()):
                 self.in_flight.append(self._dispatch_next())
             entry = self.in_flight.popleft()
-            counts = jax.device_get(entry.counts)
+            counts, gained = jax.device_get((entry.counts, entry.chunk.counts))
             now = time.perf_counter()
             seconds = now - max(read_at, entry.dispatched_at)
             read_at = now
-            deltas = list(self._read(entry.chunk))
-            self._take_counts(entry, counts, sum(len(delta.token_ids) for delta in deltas), seconds)
-            yield from deltas
+            self._take_counts(entry, counts, int(gained.sum()), seconds)
+            yield from self._read(entry.chunk)
         self.speculation.warn_of_plans(self.model)
 
     def _speculative_state(self, decode: DecodeState) -> SpeculativeState:

@@ -1,5 +1,6 @@
 """Whether one model can draft for another: the same ids must be the same tokens."""
 
+import logging
 import typing
 
 import jax
@@ -11,8 +12,15 @@ from jaxinfer.model import Model
 from jaxinfer.request import Prompt, encode_prompt
 from jaxinfer.tokenization import Tokenizer
 
+log = logging.getLogger("jaxinfer")
+
 SHOWN = 3
 """Differences that an error names."""
+SAMPLE = (
+    "The library opens at nine, and most of its readers come in the morning. Those who want a book from the cellar "
+    "fill in a card at the desk; it is brought up within the hour, unless somebody else has it."
+)
+"""A text that two models of different families are compared on."""
 
 
 def check_model(model: object, what: str) -> None:
@@ -61,6 +69,23 @@ def token_differences(target: Tokenizer, draft: Tokenizer) -> list[str]:
         if own != other:
             differences.append(f"token {token} is {other!r}, the target's {own!r}")
     return differences
+
+
+def warn_of_families(target: Model, draft: Model) -> None:
+    """Says that two models rarely agree, and how far they do on a few lines of English."""
+    try:
+        share = expected_acceptance(target, draft, SAMPLE)
+        estimate = f"on a few lines of English about {share:.0%} of drafted tokens would be accepted"
+    except ValueError as error:  # tokens that are not for English, or no tokenizer
+        estimate = f"jaxinfer.expected_acceptance says how far on a text of yours ({error})"
+    log.warning(
+        "the draft %s is a %s and the target %s a %s: models of two families rarely agree; %s",
+        draft.name,
+        draft.config.model_type,
+        target.name,
+        target.config.model_type,
+        estimate,
+    )
 
 
 @typing.no_type_check  # it checks more, and its errors are the ones users must see

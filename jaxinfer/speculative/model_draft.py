@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 import typing
 
 import flax.struct
@@ -19,12 +18,10 @@ from jaxinfer.request import RequestTooLong
 from jaxinfer.sampling import draw_logits, processed_logits, sample
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
 from jaxinfer.speculative.acceptance import Proposal
-from jaxinfer.speculative.compatibility import check_model, check_tokens
+from jaxinfer.speculative.compatibility import check_model, check_tokens, warn_of_families
 from jaxinfer.speculative.ngram import check_k
 from jaxinfer.speculative.proposer import Rows, Wanted, at_places, fit_vocabulary, idle_safe, newest
 from jaxinfer.steps import prefill_positions
-
-log = logging.getLogger("jaxinfer")
 
 
 @typing.no_type_check  # JAX rebuilds pytrees around placeholders, as in `lower`
@@ -74,14 +71,7 @@ class ModelDraft:
         if self._checked is not target:
             check_tokens(target, self.model)
             if self.model.config.model_type != target.config.model_type:
-                log.warning(
-                    "the draft %s is a %s and the target %s a %s: models of two families rarely agree; "
-                    "the report's acceptance says whether it pays (jaxinfer.expected_acceptance estimates it)",
-                    self.model.name,
-                    self.model.config.model_type,
-                    target.name,
-                    target.config.model_type,
-                )
+                warn_of_families(target, self.model)
             self._checked = target
         context = self.model.config.max_position_embeddings
         if longest > context:
