@@ -13,13 +13,13 @@ the same few programs serve every plan. Seconds are for quantising and judging t
 
 import argparse
 import gc
-import math
 import pathlib
 import time
 
 import jax
 
 import jaxinfer as ji
+from benchmarks import quality_report
 from benchmarks.harness import RESULTS, Recorder
 from jaxinfer.quantization.calibration import Calibration, Windows
 from jaxinfer.quantization.plan import Plan, resolve
@@ -27,19 +27,12 @@ from jaxinfer.quantization.report import Quality
 
 MODEL = "smollm2-135m-instruct"
 PLANS = ("int8", "fp8", "int4", "int4-hqq", "int4-awq", "int4-gptq", "seed-mixed")
-BASELINE = "int4"
 
 
 def weight_bytes(model: ji.Model) -> int:
     """Of the layers and the head, not of the embedding, which no plan changes."""
     params = model.params
     return sum(leaf.nbytes for leaf in jax.tree.leaves((params.layers, params.lm_head)))
-
-
-def gap_closed(quality: Quality, baseline: Quality) -> float:
-    """Share of the baseline's loss of log-likelihood that is not lost."""
-    lost = math.log(baseline.perplexity / baseline.original_perplexity)
-    return 1.0 - math.log(quality.perplexity / quality.original_perplexity) / lost
 
 
 def judged(original: ji.Model, plan: Plan, windows: Windows) -> tuple[ji.Model, Quality]:
@@ -51,21 +44,20 @@ def judged(original: ji.Model, plan: Plan, windows: Windows) -> tuple[ji.Model, 
 
 def record_quality(
     recorder: Recorder, model: str, plan: Plan, quality: Quality, num_bytes: int, seconds: float
-) -> None:
-    """One plan's figures. `num_bytes` are those of the layers and the head."""
+) -> dict[str, float]:
+    """One plan's figures, as they are recorded. `num_bytes` are those of the layers and the head."""
     case: dict[str, object] = {"model": name_of(model), "plan": plan.name, "tokens": quality.num_tokens}
-    recorder.record(
-        case,
-        {
-            "perplexity": (quality.perplexity, ""),
-            "original_perplexity": (quality.original_perplexity, ""),
-            "kl_mean": (quality.kl_mean, "nats"),
-            "kl_p99": (quality.kl_p99, "nats"),
-            "agreement": (quality.agreement, "of tokens"),
-            "size": (num_bytes / 1e6, "MB"),
-            "seconds": (seconds, "s"),
-        },
-    )
+    metrics = {
+        "perplexity": (quality.perplexity, ""),
+        "original_perplexity": (quality.original_perplexity, ""),
+        "kl_mean": (quality.kl_mean, "nats"),
+        "kl_p99": (quality.kl_p99, "nats"),
+        "agreement": (quality.agreement, "of tokens"),
+        "size": (num_bytes / 1e6, "MB"),
+        "seconds": (seconds, "s"),
+    }
+    recorder.record(case, metrics)
+    return {name: value for name, (value, _) in metrics.items()}
 
 
 def name_of(model: str) -> str:
@@ -95,30 +87,15 @@ def main() -> None:
     evaluation = windows.evaluation
     print(f"calibrated with {windows.calibration.size} tokens of {windows.source}, judged on {evaluation.size} tokens")
     plans = [resolve(plan) for plan in arguments.plans]
-    rows: list[tuple[str, float, Quality, float]] = []
+    measured: dict[str, dict[str, float]] = {}
     for plan in plans:
         start = time.perf_counter()
         model, quality = judged(original, plan, windows)
         seconds = time.perf_counter() - start
-        rows.append((plan.name, weight_bytes(model) / 1e6, quality, seconds))
-        record_quality(recorder, arguments.model, plan, quality, weight_bytes(model), seconds)
+        measured[plan.name] = record_quality(recorder, arguments.model, plan, quality, weight_bytes(model), seconds)
         del model
         gc.collect()
-    print_table(rows, weight_bytes(original) / 1e6)
-
-
-def print_table(rows: list[tuple[str, float, Quality, float]], original_size: float) -> None:
-    """The table of docs/quantization.md."""
-    baseline = next((quality for name, _, quality, _ in rows if name == BASELINE), None)
-    print("\n| weights | MB | perplexity | KL mean | KL 99 % | same best | gap closed | seconds |")
-    print("|---|---|---|---|---|---|---|---|")
-    print(f"| bf16 | {original_size:.1f} | {rows[0][2].original_perplexity:.3f} | 0 | 0 | 100 % | | |")
-    for name, size, quality, seconds in rows:
-        closed = "" if baseline is None or name == BASELINE else f"{gap_closed(quality, baseline):.0%}"
-        print(
-            f"| {name} | {size:.1f} | {quality.perplexity:.3f} | {quality.kl_mean:.4f} | {quality.kl_p99:.3f} | "
-            f"{quality.agreement:.1%} | {closed} | {seconds:.0f} |"
-        )
+    print(f"\n{quality_report.table(measured, weight_bytes(original) / 1e6)}")
 
 
 if __name__ == "__main__":
