@@ -60,6 +60,7 @@ class Case:
     def record(self) -> dict[str, object]:
         s = self.chosen
         way = "scaled" if s.scaled else "digits" if s.digits else "halves"
+        way += " together" if s.together else ""
         return {
             "op": "int4_matmul",
             "m": self.m,

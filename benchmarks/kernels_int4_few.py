@@ -43,6 +43,9 @@ def scaled(schedule: Schedule, **fields: int) -> Schedule:
     return dataclasses.replace(schedule, digits=False, scaled=True, **fields)
 
 
+PAIR = scaled(WIDE, parts=1, depth=6, together=True)
+
+
 CASES = [
     Case(1, *UP, 11.2, WIDE),
     Case(1, *UP, 9.9, scaled(WIDE)),
@@ -52,6 +55,13 @@ CASES = [
     Case(8, *UP, 12.0, scaled(WIDE)),
     Case(16, *UP, 14.7, Schedule(16, 2, 2, 3, 132)),
     Case(16, *UP, 14.2, scaled(WIDE, strips=2)),
+    Case(8, *UP, 11.3, PAIR),
+    Case(16, *UP, 12.4, dataclasses.replace(PAIR, strips=2)),
+    Case(8, *OUT, 4.4, PAIR),
+    Case(8, *QKV, 5.7, PAIR),
+    Case(1, *UP, 10.2, PAIR),
+    Case(1, *OUT, 4.3, PAIR),
+    Case(16, *OUT, 5.0, dataclasses.replace(PAIR, strips=2)),
     Case(1, *DOWN, 10.2, scaled(WIDE, parts=1)),
     Case(1, *DOWN, 9.9, scaled(TALL)),
     Case(8, *DOWN, 11.1, scaled(TALL, strips=2)),
@@ -67,6 +77,7 @@ STAMPED = [
     Case(8, *UP, 0, WIDE),
     Case(8, *UP, 0, scaled(WIDE)),
     Case(8, *OUT, 0, scaled(WIDE)),
+    Case(8, *OUT, 0, PAIR),
 ]
 
 

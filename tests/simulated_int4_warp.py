@@ -1,5 +1,6 @@
 """The NumPy twin of `pallas_kernels.int4_matmul.warp.Int4Warp`, and the whole kernel run on it."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -194,6 +195,12 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
         keep = np.ones(32, bool) if predicate is None else predicate
         self.bytes.view(np.float32)[(address[keep] + constant) // 4] = value[keep]
 
+    def shared_store_in(
+        self, block: np.ndarray, address: np.ndarray, value: np.ndarray, predicate: np.ndarray, constant: int
+    ) -> None:
+        for lane in np.flatnonzero(predicate):
+            self.cluster.smem[block[lane]].view(np.float32)[(address[lane] + constant) // 4] = value[lane]
+
     def when(self, condition: np.ndarray, body: Callable[[], None]) -> None:
         if uniform(condition):
             body()
@@ -230,7 +237,7 @@ def simulate(
 ) -> np.ndarray:
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, results]."""
     plan = Plan.of(x.shape[0], weight, schedule, fusion)
-    out = np.full(plan.slices * plan.rows * plan.results, np.nan, DTYPES[out_dtype])
+    out = np.full(plan.partials * plan.rows * plan.results, np.nan, DTYPES[out_dtype])
     arguments = mosaic.arguments_of(
         weight,
         weights=flat_weights(weight),
@@ -240,10 +247,10 @@ def simulate(
         out=out,
         out_dtype=out_dtype,
     )
-    for slice_ in range(plan.slices):
-        for block in range(plan.blocks_per_slice):
-            _run_block(plan, arguments, slice_, block)
-    return out.reshape(plan.slices, plan.rows, plan.results)
+    slices = [tuple(range(plan.slices))] if schedule.together else [(slice_,) for slice_ in range(plan.slices)]
+    for cluster, block in itertools.product(slices, range(plan.blocks_per_slice)):
+        _run_cluster(plan, arguments, cluster, block)
+    return out.reshape(plan.partials, plan.rows, plan.results)
 
 
 def flat_weights(weight: Packed) -> Weights:
@@ -251,12 +258,12 @@ def flat_weights(weight: Packed) -> Weights:
     return Weights(*(None if a is None else np.ascontiguousarray(a).reshape(-1) for a in arrays))
 
 
-def _run_block(plan: Plan, arguments: Any, slice_: int, block: int) -> None:
-    def program(warp: SimulatedWarp, _: int) -> None:
+def _run_cluster(plan: Plan, arguments: Any, slices: tuple[int, ...], block: int) -> None:
+    def program(warp: SimulatedWarp, rank: int) -> None:
         w = SimulatedInt4Warp(warp)
-        mosaic.multiply(w, plan, arguments, w.integer(slice_), w.integer(block))
+        mosaic.multiply(w, plan, arguments, w.integer(slices[rank]), w.integer(block))
 
-    run_cluster(1, plan.schedule.warps, plan.shared_bytes, program)
+    run_cluster(len(slices), plan.schedule.warps, plan.shared_bytes, program)
 
 
 def in_float64(x: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -56,6 +56,7 @@ def expected(x: np.ndarray, values: np.ndarray, fusion: Fusion, norm: np.ndarray
         (13, 512, 64, Schedule(warps=4, parts=1, strips=2, depth=1, blocks=2)),
         (1, 512, 16, Schedule(warps=4, parts=1, strips=2, depth=1, blocks=2, scaled=True)),
         (3, 992, 32, Schedule(warps=4, parts=2, strips=2, depth=1, blocks=2, scaled=True)),
+        (5, 992, 32, Schedule(warps=4, parts=1, strips=2, depth=2, blocks=4, scaled=True, together=True)),
     ],
 )
 def test_fused_kernel_on_simulated_warps(rows, in_features, group_size, schedule, fusion) -> None:

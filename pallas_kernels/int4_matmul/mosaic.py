@@ -56,6 +56,8 @@ class Arguments:
 def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """One warp's work: the instructions are emitted through `w`, an Int4Warp (or its NumPy twin in the tests)."""
     schedule = plan.schedule
+    if schedule.together:
+        w.cluster_arrive(release=False)
     group, quad = w.lane // 4, w.lane % 4
     zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
     stream = Stream(w, plan, a.weights, slice_, block)
@@ -100,7 +102,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
         def add() -> None:
             w.block_barrier()
-            store(stream.first_strip + (following - done) // plan.strip_parts, done, buffer)
+            (send if schedule.together else store_added)(following - done, done, buffer)
 
         w.when(full, add)
         return (
@@ -128,23 +130,77 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
         place = plan.offsets_start + segment * STRIP * plan.offset_bytes
         return scale, w.shared_pair(base + group * (2 * plan.offset_bytes), a.offset_dtype, place)
 
-    def store(first_strip: Any, strips: Any, buffer: Any) -> None:
+    def store_added(first: Any, strips: Any, buffer: Any) -> None:
         """Adds the warps' sums of some strips, in order, and writes what becomes of them."""
-        for base in range(0, schedule.strips // plan.strip_parts * plan.rows * STRIP, plan.threads):
-            index = w.thread + base
-            row, token, strip = index % STRIP, index // STRIP % plan.rows, index // (STRIP * plan.rows)
-            feature = (first_strip + strip) * STRIP + row
-            inside = (strip * plan.strip_parts < strips) & (feature < plan.results)
+
+        def totals(strip: Any, token: Any, row: Any, inside: Any) -> list[Any]:
             address = strip * (plan.strip_parts * plan.strip_bytes) + token * plan.token_bytes + row * 4
             address = w.select(inside, buffer + address, zero)
-            totals = [total_of(address, plan.sums_start + part * plan.strip_bytes) for part in range(plan.strip_parts)]
+            return [total_of(address, plan.sums_start + part * plan.strip_bytes) for part in range(plan.strip_parts)]
+
+        first_strip, most = stream.first_strip + first // plan.strip_parts, schedule.strips // plan.strip_parts
+        store(most, lambda strip: (first_strip + strip, strip * plan.strip_parts < strips), totals, inverse_root)
+
+    def send(first: Any, strips: Any, buffer: Any) -> None:
+        """Adds the warps' sums of some strips, in order, for the blocks of the cluster that finish them."""
+        for base in range(0, schedule.strips * plan.rows * STRIP, plan.threads):
+            index = w.thread + base
+            row, token, strip = index % STRIP, index // STRIP % plan.rows, index // (STRIP * plan.rows)
+            inside = strip < strips
+            address = strip * plan.strip_bytes + token * plan.token_bytes + row * 4
+            total = total_of(w.select(inside, buffer + address, zero), plan.sums_start)
+            result, part = (first + strip) // plan.strip_parts, (first + strip) % plan.strip_parts
+            place = in_inbox(slice_, result // plan.slices, part, token, row)
+            w.shared_store_in(result % plan.slices, place, total, inside, plan.inbox_start)
+
+    def in_inbox(sender: Any, strip: Any, part: Any, token: Any, row: Any) -> Any:
+        return sender * plan.inbox_bytes + (((strip * plan.strip_parts + part) * plan.rows + token) * STRIP + row) * 4
+
+    def finish() -> None:
+        """Adds what the blocks of the cluster have, in order, and writes what becomes of it."""
+        if plan.fusion.norm_eps is not None:
+            token = w.select(w.thread < plan.rows, w.thread, zero)
+            square = total_square(token, plan.squares_start, schedule.warps, plan.squares_bytes)
+            for block in range(plan.slices):
+                place = (slice_ * plan.rows + token) * 4
+                w.shared_store_in(w.integer(block), place, square, w.thread < plan.rows, plan.inbox_squares_start)
+        w.cluster_arrive(release=True)
+        w.cluster_wait()
+
+        def totals(strip: Any, token: Any, row: Any, inside: Any) -> list[Any]:
+            sums = []
+            for part in range(plan.strip_parts):
+                place = in_inbox(zero, strip, w.integer(part), token, row)
+                place = w.select(inside, place, zero)
+                starts = range(plan.inbox_start, plan.inbox_squares_start, plan.inbox_bytes)
+                sums.append(functools.reduce(operator.add, [w.shared_number(place, start) for start in starts]))
+            return sums
+
+        def strip_of(strip: Any) -> tuple[Any, Any]:
+            index = strip * plan.slices + slice_
+            return stream.first_strip + index, index * plan.strip_parts < stream.count
+
+        def root(token: Any) -> Any:
+            return root_of(total_square(token, plan.inbox_squares_start, plan.slices, 4 * plan.rows))
+
+        store(plan.inbox_strips, strip_of, totals, root)
+
+    def store(most: int, strip_of: Any, totals_of: Any, root: Any) -> None:
+        """Writes what becomes of the sums of up to `most` strips; `strip_of` says which they are, and whether."""
+        for base in range(0, most * plan.rows * STRIP, plan.threads):
+            index = w.thread + base
+            row, token, strip = index % STRIP, index // STRIP % plan.rows, index // (STRIP * plan.rows)
+            result_strip, inside = strip_of(strip)
+            feature = result_strip * STRIP + row
+            inside = inside & (strip < most) & (feature < plan.results)
+            totals = totals_of(strip, token, row, inside)
             if plan.fusion.norm_eps is not None:
-                root = inverse_root(token, plan.fusion.norm_eps)
-                totals = [total * root for total in totals]
+                totals = [total * root(token) for total in totals]
             total = totals[0]
             if plan.fusion.gated:
                 total = total * w.sigmoid(total) * totals[1]
-            place = (slice_ * plan.rows + token) * plan.results + feature
+            slice_place = zero if schedule.together else slice_ * (plan.rows * plan.results)
+            place = slice_place + token * plan.results + feature
             if plan.fusion.residual:
                 total = total + w.load_number(a.residual, place, a.out_dtype, inside)
             w.store_number(a.out, place, total, a.out_dtype, inside)
@@ -155,15 +211,27 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
             total = total + w.shared_number(address, start + other * plan.sums_bytes)
         return total
 
-    def inverse_root(token: Any, eps: float) -> Any:
-        """Of the mean square of a token's x."""
-        total = w.shared_number(token * 4, plan.squares_start)
-        for other in range(1, schedule.warps):
-            total = total + w.shared_number(token * 4, plan.squares_start + other * plan.squares_bytes)
-        return w.rsqrt(total * (1.0 / plan.in_features) + eps)
+    def total_square(token: Any, start: int, count: int, stride: int) -> Any:
+        """Of a token's x, from as many places."""
+        total = w.shared_number(token * 4, start)
+        for other in range(1, count):
+            total = total + w.shared_number(token * 4, start + other * stride)
+        return total
 
+    def root_of(square: Any) -> Any:
+        """Inverse root of the mean square."""
+        assert plan.fusion.norm_eps is not None
+        return w.rsqrt(square * (1.0 / plan.in_features) + plan.fusion.norm_eps)
+
+    def inverse_root(token: Any) -> Any:
+        return root_of(total_square(token, plan.squares_start, schedule.warps, plan.squares_bytes))
+
+    if schedule.together:
+        w.cluster_wait()  # all blocks run: there is shared memory to send to
     next_slot, end = w.integer(schedule.depth * plan.slot_bytes), at_most(w.integer(schedule.strips))
     w.loop(stream.count, (zero, next_slot, zero, zero, end), turn)
+    if schedule.together:
+        finish()
 
 
 def operand(w: Any, plan: Plan, a: Arguments, stream: Stream) -> Any:
@@ -224,9 +292,9 @@ def partial_sums(
     `program` is what each warp does; benchmarks pass one that reads the weights and nothing else.
     """
     plan = Plan.of(x.shape[0], weight, schedule, fusion)
-    if fusion != PLAIN and plan.slices > 1:
+    if fusion != PLAIN and plan.partials > 1:
         raise ValueError(f"a fused product needs all inputs in one block, not {plan.slices} slices of them")
-    dtype = jnp.dtype(jnp.float32) if plan.slices > 1 else jnp.dtype(out_dtype)
+    dtype = jnp.dtype(jnp.float32) if plan.partials > 1 else jnp.dtype(out_dtype)
     operands = [*arrays_of(weight), *arrays, x]
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -254,11 +322,14 @@ def partial_sums(
         emit(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
 
     threads = {"num_threads": schedule.warps // 4, "thread_name": "warpgroup"} if schedule.warps > 4 else {}
+    places = {"grid": (plan.slices, plan.blocks_per_slice), "grid_names": ("slice", "block")}
+    if schedule.together:
+        places = {"grid": (plan.blocks_per_slice,), "grid_names": ("block",)}
+        places |= {"cluster": (plan.slices,), "cluster_names": ("slice",)}
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((plan.slices, plan.rows, plan.results), dtype),
-        grid=(plan.slices, plan.blocks_per_slice),
-        grid_names=("slice", "block"),
+        out_type=jax.ShapeDtypeStruct((plan.partials, plan.rows, plan.results), dtype),
+        **places,
         scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],
         kernel_name="int4_matmul",
         **threads,
