@@ -13,6 +13,9 @@ class SimulatedCodeWords:
         bits = np.ascontiguousarray(word, np.int32).view(np.uint32) >> np.uint32(shift)
         return (bits & np.uint32(mask) | np.uint32(ones)).view(np.int32)
 
+    def rounded(self, number: np.ndarray) -> np.ndarray:
+        return np.rint(number).astype(np.int32)
+
     def pick_bytes(self, a: np.ndarray, b: np.ndarray, selector: np.ndarray | int) -> np.ndarray:
         """As the PTX manual has it, the mode that spreads a sign included."""
         both = np.concatenate([self._octets(a), self._octets(b)], 1)

@@ -125,7 +125,8 @@ def test_code_books_on_simulated_warps(book: str) -> None:
     packed, exact = to_mosaic(weight), np.asarray(dequantize(weight)).astype(np.float64)
     for rows in (3, 10):
         x = tokens(rows, 320)
-        few = simulate_few(x, packed, Schedule(warps=4, parts=1, strips=2, depth=2, blocks=2))
+        digits = book in EXACT and rows <= tuning.DIGITS_MAX_ROWS
+        few = simulate_few(x, packed, Schedule(warps=4, parts=1, strips=2, depth=2, blocks=2, digits=digits))
         out = few.astype(np.float64).sum(0)
         assert relative_error(out, in_float64(x, values_of(weight))) < 1e-6
         assert relative_error(out, in_float64(x, exact)) < (1e-6 if book in EXACT else 4e-3)

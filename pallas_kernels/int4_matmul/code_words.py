@@ -42,6 +42,10 @@ class CodeWords:
         """Two float32, rounded to bfloat16, in a word."""
         return self._word("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high)
 
+    def rounded(self, number: Value) -> Value:
+        """The integer that is nearest to a float32."""
+        return self._word("cvt.rni.s32.f32 $0, $1;", number)
+
     def reciprocal(self, x: Value) -> Value:
         """1 / x in float32."""
         return Value(llvm.inline_asm(ir.F32Type.get(), [x.ir], "rcp.rn.f32 $0, $1;", "=f,f"))
