@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jaxinfer.planning.plan import memory_plan as memory_plan
     from jaxinfer.quantization.api import quantize as quantize
     from jaxinfer.quantization.calibration import Calibration as Calibration
+    from jaxinfer.quantization.pair import quantize_draft as quantize_draft
     from jaxinfer.quantization.sensitivity import sensitivity as sensitivity
     from jaxinfer.quantization.sensitivity_table import Sensitivity as Sensitivity
     from jaxinfer.sampling_logprobs import Logprob as Logprob
@@ -82,6 +83,7 @@ _MODULES = {
     "perplexity": "jaxinfer.scoring",
     "pull": "checkpoints.pull",
     "quantize": "jaxinfer.quantization.api",
+    "quantize_draft": "jaxinfer.quantization.pair",
     "score": "jaxinfer.scoring",
     "sensitivity": "jaxinfer.quantization.sensitivity",
     "stream": "jaxinfer.generation",

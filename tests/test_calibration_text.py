@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,9 +54,9 @@ def test_short_texts_have_both_sides_and_one_passage_says_what_is_missing(
         assert words(split.documents) | words(split.evaluation) == set(short.read_text().split("\n\n"))
     for number in range(30):  # whatever its place: it is never all kept for evaluation
         single.write_text(f"A text of one paragraph, which has the number {number}, and not much else to say.")
-        split = Calibration.from_files(single)
-        assert len(split.documents) == 1 and split.evaluation == ()
-    assert len(split.windows(tokenizer(), 64).evaluation) == 0
+        alone = Calibration.from_files(single)
+        assert len(alone.documents) == 1 and alone.evaluation == ()
+    assert len(Calibration.from_files(single).windows(tokenizer(), 64).evaluation) == 0
     assert "single.txt: no text is kept apart to judge by" in caplog.text
 
 
@@ -69,8 +70,9 @@ def test_short_texts_have_both_sides_and_one_passage_says_what_is_missing(
 def test_files_of_a_wrong_type_are_refused_in_one_line(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Calibration.from_files(*arguments)
+    text: Any = "a text"
     with pytest.raises(ValueError, match="documents is str; expected a tuple of texts"):
-        Calibration("a text", (), "a text")
+        Calibration(text, (), "a text")
     with pytest.raises(ValueError, match="samples is True; expected a whole number"):
         Calibration(("a text",), (), "a text", samples=True)
 

@@ -22,23 +22,33 @@ POSITIONS_AT_ONCE = 256
 """Positions whose logits, two rows of the vocabulary each, are in memory together."""
 
 type Statistics = tuple[
-    Float32[Array, " positions"], Float32[Array, " positions"], Float32[Array, " positions"], Bool[Array, " positions"]
+    Float32[Array, " positions"],
+    Float32[Array, " positions"],
+    Float32[Array, " positions"],
+    Bool[Array, " positions"],
+    Float32[Array, " positions"],
 ]
-"""Surprise, the original's surprise, KL divergence, and whether the best token is the same."""
+"""Surprise, the original's surprise, KL divergence, whether the best token is the same, and what distributions share:
+the sum of each token's smaller probability."""
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames=("config", "original_config"))
 def head_statistics(
     hidden: Float[Array, "rows tokens hidden"],
-    original_hidden: Float[Array, "rows tokens hidden"],
+    original_hidden: Float[Array, "rows tokens original_hidden"],
     head_weight: Weight,
     original_head: Weight,
     tokens: Int32[Array, "rows tokens"],
     *,
     config: ModelConfig,
+    original_config: ModelConfig | None = None,
 ) -> Statistics:
-    """Compares next-token distributions at all positions but each row's last, from normalised hidden states."""
-    width, count = hidden.shape[-1], tokens.shape[0] * (tokens.shape[1] - 1)
+    """Compares next-token distributions at all positions but each row's last, from normalised hidden states.
+
+    `original_config` is for an original that is another model.
+    """
+    other = config if original_config is None else original_config
+    count = tokens.shape[0] * (tokens.shape[1] - 1)
     missing = -count % POSITIONS_AT_ONCE
 
     def chunks(values: jax.Array, last: tuple[int, ...]) -> jax.Array:
@@ -48,21 +58,26 @@ def head_statistics(
     def one(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         rows, original_rows, targets = chunk
         logprobs = jax.nn.log_softmax(head(rows, head_weight, config)[:, : config.num_tokens])
-        original = jax.nn.log_softmax(head(original_rows, original_head, config)[:, : config.num_tokens])
+        original = jax.nn.log_softmax(head(original_rows, original_head, other)[:, : config.num_tokens])
         divergence = jnp.sum(jnp.exp(original) * (original - logprobs), axis=1)
         surprise, expected = (-jnp.take_along_axis(x, targets[:, None], axis=1)[:, 0] for x in (logprobs, original))
-        return surprise, expected, divergence, jnp.argmax(logprobs, axis=1) == jnp.argmax(original, axis=1)
+        same = jnp.argmax(logprobs, axis=1) == jnp.argmax(original, axis=1)
+        return surprise, expected, divergence, same, jnp.sum(jnp.exp(jnp.minimum(logprobs, original)), axis=1)
 
-    inputs = chunks(hidden[:, :-1], (width,)), chunks(original_hidden[:, :-1], (width,)), chunks(tokens[:, 1:], ())
-    surprise, expected, divergence, same = (part.reshape(-1)[:count] for part in jax.lax.map(one, inputs))
-    return surprise, expected, divergence, same
+    states = (chunks(x[:, :-1], (x.shape[-1],)) for x in (hidden, original_hidden))
+    parts = jax.lax.map(one, (*states, chunks(tokens[:, 1:], ())))
+    surprise, expected, divergence, same, shared = (part.reshape(-1)[:count] for part in parts)
+    return surprise, expected, divergence, same, shared
+
+
+def joined(statistics: list[Statistics]) -> list[np.ndarray]:
+    """Each kind over the positions of all batches."""
+    return [np.concatenate(list(map(np.asarray, part))) for part in zip(*statistics, strict=True)]
 
 
 def quality_of(statistics: list[Statistics]) -> Quality:
     """One figure of each kind over the positions of all batches."""
-    return Quality.from_positions(
-        *(np.concatenate(list(map(np.asarray, part))) for part in zip(*statistics, strict=True))
-    )
+    return Quality.from_positions(*joined(statistics)[:4])
 
 
 def measure(

@@ -47,6 +47,53 @@ class Quality:
 
 
 @dataclasses.dataclass(frozen=True)
+class Agreement:
+    """How far a draft agrees with its target: KL divergence of its next-token distributions from the target's, in nats,
+    and `acceptance`, the share of drafted tokens that sampling would accept: the mean of sum(min(p, q))."""
+
+    kl_mean: float
+    kl_p99: float
+    acceptance: float
+    num_tokens: int
+
+    @classmethod
+    def from_positions(cls, divergence: np.ndarray, shared: np.ndarray) -> "Agreement":
+        """From [positions]: KL divergences, and what the distributions share."""
+        divergence = divergence.astype(np.float64)
+        means = (
+            float(np.mean(divergence)),
+            float(np.quantile(divergence, 0.99)),
+            float(np.mean(shared, dtype=np.float64)),
+        )
+        return cls(*means, len(divergence))
+
+    def __str__(self) -> str:
+        return f"KL mean {self.kl_mean:.4f}, 99th percentile {self.kl_p99:.4f} nats, acceptance {self.acceptance:.1%}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PairReport:
+    """How a draft agrees with the target that it was quantised for; None where there was no text to judge by."""
+
+    target: str
+    before: Agreement | None
+    after: Agreement | None
+
+    def __str__(self) -> str:
+        if self.before is None or self.after is None:
+            return f"drafts for {self.target}"
+        return (
+            f"drafts for {self.target}; before: {self.before}; after: {self.after}, on {self.after.num_tokens} tokens"
+        )
+
+    @classmethod
+    def from_mapping(cls, content: Mapping[str, Any]) -> "PairReport":
+        """Undoes `dataclasses.asdict`."""
+        both = [None if content[key] is None else Agreement(**content[key]) for key in ("before", "after")]
+        return cls(content["target"], *both)
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightError:
     """`error` is E|D x|^2 / E|W x|^2, D what quantising changed of W, over the calibration's inputs x."""
 
@@ -58,13 +105,17 @@ class WeightError:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class QuantizationReport:
-    """`plan` is the one that was followed, promotions included. `quality` is None if no evaluation text was given."""
+    """`plan` is the one that was followed, promotions included. `quality` is None if no evaluation text was given.
+
+    `pair` is None unless it was quantised as the draft of a target (`jaxinfer.quantize_draft`).
+    """
 
     plan: Plan
     source: str
     calibration_tokens: int
     weights: tuple[WeightError, ...]
     quality: Quality | None
+    pair: PairReport | None = None
 
     def over(self, threshold: float) -> list[WeightError]:
         """Weights whose error is larger, the worst first."""
@@ -80,6 +131,7 @@ class QuantizationReport:
             f"largest errors of outputs: {', '.join(errors) or 'none'}",
             f"quality: {self.quality or 'not measured, no text was kept apart to judge by'}",
         ]
+        lines += [] if self.pair is None else [str(self.pair)]
         return "\n".join(lines)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -90,6 +142,7 @@ class QuantizationReport:
             "calibration_tokens": self.calibration_tokens,
             "weights": [dataclasses.asdict(weight) for weight in self.weights],
             "quality": None if self.quality is None else dataclasses.asdict(self.quality),
+            "pair": None if self.pair is None else dataclasses.asdict(self.pair),
         }
 
     @classmethod
@@ -97,13 +150,14 @@ class QuantizationReport:
         """Undoes `to_mapping`."""
         plan = dict(content["plan"])
         name = plan.pop("name")
-        quality = content["quality"]
+        quality, pair = content["quality"], content.get("pair")
         return cls(
             plan=from_mapping(plan, name),
             source=content["source"],
             calibration_tokens=content["calibration_tokens"],
             weights=tuple(WeightError(**weight) for weight in content["weights"]),
             quality=None if quality is None else Quality(**quality),
+            pair=None if pair is None else PairReport.from_mapping(pair),
         )
 
 

@@ -56,12 +56,19 @@ class Speculation:
             self.report = SpeculationReport()
 
     def warn_of_plans(self, target: Model) -> None:
-        """Says once, after a run, what a draft quantised apart from its target was accepted with."""
+        """Says once, after a run, what a draft quantised apart from its target was accepted with.
+
+        One that was calibrated on what its target writes (`jaxinfer.quantize_draft`) may have another plan.
+        """
+        report = getattr(getattr(self.draft, "model", None), "quantization", None)
+        if report is not None and report.pair is not None:
+            return
         plans = quantisation(target.params), quantisation(self.draft.params)
         if self.draft.has_own_cache and plans[0] != plans[1] and "plans" not in self._warned:
             self._warned.add("plans")
             log.warning(
-                "target and draft are quantised differently (%s and %s); %.0f %% of drafted tokens were accepted",
+                "target and draft are quantised differently (%s and %s); %.0f %% of drafted tokens were accepted; "
+                "jaxinfer.quantize_draft calibrates a draft on its target",
                 *plans,
                 100 * self.report.acceptance_rate,
             )

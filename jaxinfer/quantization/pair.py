@@ -1,0 +1,85 @@
+"""A draft quantised for its target: calibrated on what the target writes, judged by how far the two agree."""
+
+import dataclasses
+import os
+import typing
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from jaxinfer.generation import generate
+from jaxinfer.model import Model
+from jaxinfer.quantization.api import CalibrationText, quantize, windows_for
+from jaxinfer.quantization.calibration import Windows
+from jaxinfer.quantization.plan import Plan
+from jaxinfer.quantization.quality import head_of, head_statistics, joined, row_batches, whole_rows
+from jaxinfer.quantization.report import Agreement, PairReport
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.speculative.compatibility import check_model, check_tokens
+
+PROMPT_TOKENS = 32
+"""Of each window, what the target continues."""
+
+
+@typing.no_type_check  # it checks more, and its errors are the ones users must see
+def quantize_draft(
+    draft: Model,
+    target: Model,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    calibration: CalibrationText | None = None,
+    promote_above: float | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Model:
+    """Quantises a draft on texts that its target has written, which are those that it will have to guess.
+
+    The target, as it will serve (quantise it first), continues the beginning of every window of `calibration` (as for
+    `jaxinfer.quantize`) by sampling at temperature 1 with `seed`. The new draft's `quantization.pair` has the KL
+    divergence of its next-token distributions from the target's, and the share of drafted tokens that sampling would
+    accept, before and after, on continuations of text that was kept apart.
+
+    Raises ValueError for a draft that is packed already, for tokens that differ, and what `quantize` raises.
+    """
+    check_model(draft, "quantize_draft: the draft")
+    check_model(target, "quantize_draft: the target")
+    check_tokens(target, draft)
+    shorter = min(target.config, draft.config, key=lambda config: config.max_position_embeddings)
+    windows = windows_for(calibration, target.tokenizer, shorter)
+    written = Windows(
+        continued(target, windows.calibration, seed),
+        continued(target, windows.evaluation, seed + len(windows.calibration)),
+        f"what {target.name} writes after {windows.source}",
+    )
+    before = agreement(draft, target, written.evaluation)
+    made = quantize(draft, plan, calibration=written, promote_above=promote_above, progress=progress)
+    assert made.quantization is not None
+    pair = PairReport(target.name, before, agreement(made, target, written.evaluation))
+    return dataclasses.replace(made, quantization=dataclasses.replace(made.quantization, pair=pair))
+
+
+def continued(model: Model, windows: Int32[np.ndarray, "rows tokens"], seed: int) -> Int32[np.ndarray, "rows tokens"]:
+    """The windows with all but their first tokens written by the model."""
+    rows, length = windows.shape
+    kept = min(PROMPT_TOKENS, max(1, length // 2))
+    if not rows or kept == length:
+        return windows
+    options = {"max_tokens": length - kept, "temperature": 1.0, "ignore_eos": True}
+    params = [SamplingParams(seed=seed + row, **options) for row in range(rows)]
+    outputs = generate(model, windows[:, :kept].tolist(), params)
+    return np.array([[*output.prompt_token_ids, *output.token_ids] for output in outputs], np.int32)
+
+
+def agreement(draft: Model, target: Model, windows: Int32[np.ndarray, "rows tokens"]) -> Agreement | None:
+    """How far two models of the same tokens agree on rows of token ids; None on none."""
+    statistics = []
+    for batch in row_batches(windows):
+        tokens = jnp.asarray(batch)
+        hidden = [whole_rows(model.params, tokens, config=model.config) for model in (draft, target)]
+        heads = [head_of(model.params) for model in (draft, target)]
+        statistics.append(head_statistics(*hidden, *heads, tokens, config=draft.config, original_config=target.config))
+    if not statistics:
+        return None
+    _, _, divergence, _, shared = joined(statistics)
+    return Agreement.from_positions(divergence, shared)
