@@ -165,9 +165,14 @@ def read_pieces(
         total=total, unit="B", unit_scale=True, desc=f"Loading {name}", shown=request.progress, leave=False
     ) as bar:
         yield from assemble(config, dtype, read_into, bar.update, read_packed, own_head=own_head)
-    if packed and isinstance(read_packed, PackedReader):
-        for reason, count in read_packed.decoded.items():
-            log.warning("%s: %d weights are decoded to %s although packed=True: %s", name, count, dtype, reason)
+    if isinstance(read_packed, PackedReader):
+        for reason, found in read_packed.decoded.items():
+            log.warning(
+                "%s: %d weights are decoded to %s, %.3g GB in place of %.3g GB%s: %s",
+                *(name, found.num_tensors, dtype),
+                *(found.num_weights * dtype.itemsize / 1e9, found.num_bits / 8e9),
+                *(", although packed=True" if packed else "", reason),
+            )
 
 
 def tensor_reader(checkpoint: AnyCheckpoint, sources: Mapping[str, TensorSource]) -> ReadInto:

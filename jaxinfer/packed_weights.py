@@ -50,13 +50,27 @@ def device_layout(weight: HostWeight | DeviceWeight) -> DeviceWeight:
     return to_kernel_layout(on_device) if isinstance(on_device, Packed) else on_device
 
 
+@dataclasses.dataclass
+class Decoded:
+    """Quantised tensors that could not stay packed: how many, their weights, and the bits of their codes."""
+
+    num_tensors: int = 0
+    num_weights: int = 0
+    num_bits: int = 0
+
+    def add(self, num_weights: int, bits: int) -> None:
+        self.num_tensors += 1
+        self.num_weights += num_weights
+        self.num_bits += num_weights * bits
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedReader:
     """Reads linear weights without decoding them, where that is possible.
 
     `read_into` decodes a canonical tensor to `dtype`, for those that cannot stay packed. `only_for_kernel` decodes
     also what no kernel would read, `kernel_layout` being what repacks for one (None: the kernels of this device).
-    `decoded` counts the quantised tensors that were decoded, by reason.
+    `decoded` counts what was decoded, by reason.
     """
 
     checkpoint: QuantizedCheckpoint
@@ -65,7 +79,7 @@ class PackedReader:
     dtype: np.dtype
     only_for_kernel: bool = False
     kernel_layout: Callable[[Packed], Packed] | None = None
-    decoded: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    decoded: dict[str, Decoded] = dataclasses.field(default_factory=lambda: collections.defaultdict(Decoded))
 
     def __call__(self, names: Sequence[str], rows: Sequence[int], in_features: int) -> HostWeight | None:
         """Joins canonical tensors of so many rows, one below the other; None if all of them have to be decoded.
@@ -99,7 +113,7 @@ class PackedReader:
         first = tensor.rows(start, start + 1)
         reason = self._refusal(first, in_features)
         if reason is not None:
-            self.decoded[reason] += 1
+            self.decoded[reason].add((stop - start) * in_features, first.bits)
             return False
         run = runs[-1] if runs else None
         if run is None or isinstance(run, DenseRun) or not run.takes(first, tensor.permutation):

@@ -45,8 +45,9 @@ def test_packed_weights_are_those_of_the_dense_model(name: str, tmp_path: pathli
     with caplog.at_level(logging.WARNING, "jaxinfer"):
         actual, expected = load_params(case.quantized, packed=True), load_params(case.dense)
     is_decoded = name in checkpoints_of.DECODED
-    said = [r.getMessage() for r in caplog.records if "7 weights are decoded to float32" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "7 weights are decoded to float32, " in r.getMessage()]
     assert len(said) == len(caplog.records) == is_decoded
+    assert all(re.search(r" (\S+) GB in place of (\S+) GB, although packed=True: 8-bit floats", line) for line in said)
     for field in FIELDS:
         weight, dense = getattr(actual.layers[0], field), np.asarray(getattr(expected.layers[0], field))
         assert isinstance(weight, jax.Array) == is_decoded

@@ -212,6 +212,15 @@ def test_a_store_of_a_store_and_of_a_loaded_model(mixed: pathlib.Path, tmp_path:
     assert reader.Store(saved).manifest.quality == {"perplexity": 9.0}
 
 
+def test_what_is_rounded_unasked_is_said(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A store of a float32 store is float32; one of a float32 checkpoint is bfloat16, and says so."""
+    first = create(LLAMA, tmp_path / "float32", dtype="float32")
+    assert inspect(create(first, tmp_path / "again"), progress=False).tensors["embed_tokens.weight"].dtype == "float32"
+    assert not caplog.records
+    create(families.BY_NAME["llama_sharded"].folder, tmp_path / "rounded")
+    assert "weights that are F32 are written as bfloat16; dtype (--dtype) keeps another" in caplog.text
+
+
 def test_the_tokenizer_of_a_folder_comes_along(tmp_path: pathlib.Path) -> None:
     folder = markov.save(tmp_path / "m", markov.chain(0, 1, markov.EOS))
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -341,15 +350,15 @@ with StoreWriter(sys.argv[2], model.config, model.dtype, model="m") as store:
 
 
 def test_a_killed_write_is_told_of_and_cleared_away(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    """While the process lives nobody else touches what it writes; when it is gone the next write removes it."""
+    """While the process lives nobody else writes the store; when it is gone the next write removes what it left."""
     out = tmp_path / "store"
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(LLAMA), str(out)], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "written\n"
-        create(LLAMA, out)
+        with pytest.raises(FileExistsError, match=r"store is being written by another process \(store.unfinished-"):
+            create(LLAMA, out)
         (unfinished,) = tmp_path.glob("store.unfinished-*")
-        shutil.rmtree(out)
         process.send_signal(signal.SIGKILL)
     with pytest.raises(FileNotFoundError, match=r"store: its write was interrupted or still runs \(store.unfinished-"):
         load(out, progress=False)
@@ -481,6 +490,15 @@ def test_an_order_of_inputs_that_leads_outside_is_refused(tmp_path: pathlib.Path
     order.tofile(chunk)
     with pytest.raises(CheckpointError, match="the order of the inputs is none"):
         load(out, progress=False)
+
+
+@pytest.mark.parametrize("array", ["attn_norm/0", "o.scales/0.0", "qkv.parts.1.scales/0"])
+def test_scales_and_norms_that_are_no_numbers_are_refused(array: str, copy: pathlib.Path) -> None:
+    chunk = copy / "weights" / "layer_00001" / array
+    assert chunk.exists()
+    chunk.write_bytes(b"\xff" * chunk.stat().st_size)
+    with pytest.raises(CheckpointError, match=r"layer_00001\.\w+ holds NaN or infinity; the store is damaged"):
+        load(copy, progress=False)
 
 
 def test_inspect_lists_what_is_packed(mixed: pathlib.Path) -> None:

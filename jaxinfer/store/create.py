@@ -1,5 +1,6 @@
 """Makes a store: from a checkpoint, which need not fit into memory, or from a model that is loaded."""
 
+import logging
 import os
 import pathlib
 from collections.abc import Mapping
@@ -13,9 +14,11 @@ from jaxinfer.device import start_device
 from jaxinfer.model import Model, weights_dtype_for
 from jaxinfer.params import TOP, Piece, layer_specs, piece_name
 from jaxinfer.quantization.plan import Plan, resolve
-from jaxinfer.source import StoreSource, open_source
+from jaxinfer.source import Source, StoreSource, open_source
 from jaxinfer.store.unfinished import check_free
 from jaxinfer.store.writer import StoreWriter
+
+log = logging.getLogger("jaxinfer")
 
 STORE_DTYPE = "bfloat16"
 """Of what is not packed in a store made from a checkpoint, unless another is asked for."""
@@ -51,12 +54,26 @@ def create(
             weights_dtype = opened.store.dtype if dtype is None else weights_dtype
             if resolved is None:
                 described, quality = opened.store.manifest.plan, opened.store.manifest.quality
+        elif dtype is None:
+            say_what_is_rounded(opened, name)
         request = WeightsRequest(name, weights_dtype, None if resolved else True, resolved, progress)
         with StoreWriter(
             out, opened.config, weights_dtype, model=name, files=opened.files(), plan=described, quality=quality
         ) as store:
             store.write_all(opened.pieces(request))
     return out
+
+
+def say_what_is_rounded(opened: Source, name: str) -> None:
+    """Warns of matrices that the source has in more digits than `STORE_DTYPE`, which nobody asked for."""
+    tensors, _ = opened.contents()
+    matrices = (info for info in tensors.values() if len(info.shape) == 2 and info.name.endswith(".weight"))
+    kinds = {info.dtype for info in matrices}.intersection(("F32", "F16"))
+    if kinds:
+        log.warning(
+            "%s: weights that are %s are written as %s; dtype (--dtype) keeps another",
+            *(name, " and ".join(sorted(kinds)), STORE_DTYPE),
+        )
 
 
 def save(

@@ -24,7 +24,7 @@ from jaxinfer.params import TOP, ParamSpec, Piece, piece_specs
 from jaxinfer.store.arrays import read_arrays, stored_file
 from jaxinfer.store.layouts import LAYOUT_VERSIONS, repacked, unpacked
 from jaxinfer.store.manifest import GGUF_METADATA, ORIGINAL, WEIGHTS, read_manifest
-from jaxinfer.store.structure import Described, canonical_like, named_arrays
+from jaxinfer.store.structure import FLOATS, Described, canonical_like, named_arrays
 from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 from pallas_kernels.int4_matmul import Packed, to_kernel_layout
 
@@ -122,9 +122,17 @@ class Store:
 
 
 def filled(described: Described, arrays: Iterator[np.ndarray], where: str) -> Any:
-    """The weight with the next of the arrays."""
+    """The weight with the next of the arrays.
+
+    Raises CheckpointError for scales, minima and norms that are not finite: one of them spoils all outputs. Plain
+    matrices, which are most of what a store reads, are not looked through.
+    """
     leaves, structure = jax.tree.flatten(described.weight)
-    weight = jax.tree.unflatten(structure, [next(arrays) for _ in leaves])
+    filled_leaves = [next(arrays) for _ in leaves]
+    for array in filled_leaves:
+        if (array.ndim == 1 or len(leaves) > 1) and array.dtype.name in FLOATS and not np.isfinite(array).all():
+            raise CheckpointError(f"{where} holds NaN or infinity; the store is damaged: write it again")
+    weight = jax.tree.unflatten(structure, filled_leaves)
     for part in weight.parts if isinstance(weight, StackedOutputs) else (weight,):
         if isinstance(part, PermutedInputs):  # the device gathers by it without looking
             ordered = np.sort(part.permutation)

@@ -24,7 +24,8 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder to write into, which becomes `path` when the block ends.
 
     Where the block raises, nothing is left, and a warning says so; what a killed process leaves is removed, with a
-    warning, when the same path is written again. Raises FileExistsError where there is something at `path`.
+    warning, when the same path is written again. Raises FileExistsError where there is something at `path`, and where
+    another process is writing it.
     """
     check_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,11 +37,15 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     (folder / _MARK).touch()
     try:
         yield folder
-        check_free(path)
+        _check_absent(path)
         (folder / _MARK).unlink()
         lock.release()
         (folder / _LOCK).unlink(missing_ok=True)
-        folder.rename(path)
+        try:
+            folder.rename(path)
+        except OSError:  # two began at the same moment, and the other has ended first
+            _check_absent(path)
+            raise
     finally:
         if folder.exists():
             lock.release()
@@ -50,7 +55,16 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_free(path: pathlib.Path) -> None:
-    """Raises FileExistsError unless a folder can be written to `path`: nothing is overwritten."""
+    """Raises FileExistsError unless a folder can be written to `path`: nothing is overwritten, nobody writes it now."""
+    _check_absent(path)
+    for folder in interrupted(path):
+        if _is_held(folder):
+            raise FileExistsError(
+                f"{path} is being written by another process ({folder.name}); wait for it, or write to another path"
+            )
+
+
+def _check_absent(path: pathlib.Path) -> None:
     if os.path.lexists(path):  # a link to nothing too
         raise FileExistsError(f"{path} exists already; remove it, or write to another path")
 
@@ -71,14 +85,20 @@ def _is_own(folder: pathlib.Path) -> bool:
 def remove_interrupted(path: pathlib.Path) -> None:
     """Removes what was left where the writing process has gone, with a warning."""
     for folder in interrupted(path):
-        lock = filelock.FileLock(folder / _LOCK)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:  # somebody is writing
-            continue
-        lock.release()
-        shutil.rmtree(folder, ignore_errors=True)
-        log.warning("%s: an earlier write was interrupted; removed what it had left, %s", path, folder.name)
+        if not _is_held(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            log.warning("%s: an earlier write was interrupted; removed what it had left, %s", path, folder.name)
+
+
+def _is_held(folder: pathlib.Path) -> bool:
+    """Whether the process that writes it still lives."""
+    lock = filelock.FileLock(folder / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        return True
+    lock.release()
+    return False
 
 
 def _synchronise(folder: pathlib.Path) -> None:
