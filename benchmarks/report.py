@@ -1,4 +1,5 @@
-"""Writes docs/performance.md from the newest record of each case in `benchmarks/results`, peers' figures beside ours.
+"""Writes docs/performance.md from the newest record of each case in `benchmarks/results`, peers' figures beside ours,
+and the table of docs/quantization.md.
 
 python -m benchmarks.report
 """
@@ -7,6 +8,7 @@ import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
+from benchmarks import quality_report
 from benchmarks.harness import RESULTS, ROOT
 
 DOCUMENT = ROOT.parent / "docs" / "performance.md"
@@ -151,8 +153,10 @@ def main() -> None:
     peers = json.loads((ROOT / "peers.json").read_text())
     targets = json.loads((ROOT / "targets.json").read_text())
     notes = (ROOT / "notes.md").read_text()
-    DOCUMENT.write_text(report(read_records(RESULTS), peers, targets, notes))
+    records = read_records(RESULTS)
+    DOCUMENT.write_text(report(records, peers, targets, notes))
     print(f"wrote {DOCUMENT}")
+    quality_report.write(records)
 
 
 if __name__ == "__main__":

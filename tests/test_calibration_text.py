@@ -124,7 +124,7 @@ def test_files_that_are_wrong(tmp_path: pathlib.Path, content: str, message: str
 
 
 def test_files_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(FileNotFoundError, match="none.txt"):
+    with pytest.raises(FileNotFoundError, match=r"none\.txt"):
         Calibration.from_files(tmp_path / "none.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"latin.txt is not UTF-8 text: byte 3"):
