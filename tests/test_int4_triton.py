@@ -1,4 +1,4 @@
-"""The Triton kernels of the INT4 product: interpreted on NumPy, compiled for the cards they are meant for, on the GPU.
+"""Triton's kernels of the packed products: interpreted on NumPy, compiled for the cards they are meant for, on the GPU.
 
 Opt-in: the first two run where triton and jax-triton are installed (`pip install jaxinfer[triton]`), without a GPU.
 """
@@ -14,33 +14,60 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_int4_matmul import SHAPES, error, make, tokens
+from test_packed_products import BOOKS, KINDS, of_8_bits
 
 from pallas_kernels import triton_backend
-from pallas_kernels.int4_matmul import PackedInt4, from_codes, int4_matmul, to_triton, triton_matmul, triton_tuning
+from pallas_kernels.int4_matmul import (
+    PackedInt4,
+    PackedInt8,
+    dequantize,
+    from_codes,
+    int4_matmul,
+    int8_to_canonical,
+    int8_to_triton,
+    to_kernel_layout,
+    to_triton,
+    triton_matmul,
+    triton_tuning,
+    unpack_int8_codes,
+)
+from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.triton_tuning import Schedule, schedule_for
 from tests.interpreted_triton import BLOCK_BYTES, compile_for, interpreter, needs_triton
 from tests.paged_attention_cases import lower_for_cuda
 
 BF16, F32 = ml_dtypes.bfloat16, np.dtype(np.float32)
 DOT, GEMV = Schedule(32, 8, 4, 3, splits=2), Schedule(32, 0, 4, 3, splits=2)
-BOOK = np.array(
-    [-1, -0.7, -0.53, -0.39, -0.28, -0.18, -0.09, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1], np.float32
-)
 
 
-def make_with_book(out_features: int, in_features: int, group_size: int) -> tuple[PackedInt4, np.ndarray]:
+def make_with_book(out_features: int, in_features: int, group_size: int, book: str) -> tuple[PackedInt4, np.ndarray]:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, (out_features, in_features), dtype=np.uint8)
     scales = rng.uniform(0.5, 1.5, (out_features, -(-in_features // group_size))).astype(BF16)
-    values = np.repeat(scales.astype(np.float64), group_size, 1)[:, :in_features] * BOOK.astype(np.float64)[codes]
-    return from_codes(codes, scales, group_size=group_size, book=BOOK), values
+    entries = BOOKS[book].astype(np.float64)
+    values = np.repeat(scales.astype(np.float64), group_size, 1)[:, :in_features] * entries[codes]
+    return from_codes(codes, scales, group_size=group_size, book=BOOKS[book]), values
 
 
-def case(out_features: int, in_features: int, group_size: int, kind: str, dtype: type = BF16):
-    if kind == "code_book":
-        return make_with_book(out_features, in_features, group_size)
+def case(
+    out_features: int, in_features: int, group_size: int, kind: str, dtype: type = BF16
+) -> tuple[Packed, np.ndarray]:
+    """A canonical weight and its values in float64; `kind` may be the name of a code book, or begin with "8 bits "."""
+    if kind in BOOKS:
+        return make_with_book(out_features, in_features, group_size, kind)
+    if kind.startswith("8 bits "):
+        weight = of_8_bits(out_features, in_features, group_size, kind.removeprefix("8 bits "), dtype)
+        return weight, np.asarray(dequantize(weight)).astype(np.float64)
     return make(out_features, in_features, group_size, kind, dtype)
+
+
+def in_layout(weight: Packed) -> Packed:
+    """A canonical weight in the triton layout, on the device."""
+    packed = int8_to_triton(weight) if isinstance(weight, PackedInt8) else to_triton(weight)
+    return jax.tree.map(jnp.asarray, packed)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +93,11 @@ CASES = [
     (2, 24, 192, 96, "symmetric", np.float32),
     (9, 17, 200, -1, "minimum", BF16),
     (2, 16, 512, 256, "zero_point", BF16),
-    (3, 33, 130, 64, "code_book", BF16),
+    (3, 33, 130, 64, "nf4", BF16),
+    (4, 17, 96, 16, "nvfp4", BF16),
+    (3, 24, 192, 64, "8 bits zero_point", BF16),
+    (4, 17, 100, 32, "8 bits minimum", np.float32),
+    (2, 24, 80, 16, "8 bits symmetric", BF16),
 ]
 
 
@@ -77,12 +108,12 @@ def test_kernels_interpreted(interpreted, schedule, rows, out_features, in_featu
     if schedule is GEMV:
         rows = min(rows, 4)
     weight, values = case(out_features, in_features, group_size, kind, dtype)
-    packed = jax.tree.map(jnp.asarray, to_triton(weight))
+    packed = in_layout(weight)
     for x_dtype in (BF16, np.float16 if rows % 2 else np.float32):
         x = tokens(rows, in_features).astype(x_dtype)
         out = triton_matmul.int4_matmul(jnp.asarray(x), packed, out_dtype=F32, schedule=schedule)
-        # A code book is rounded to x's dtype, as the reference does with the whole weight.
-        rounding = {2: 3e-3 if kind == "code_book" and schedule is DOT else 0, 4: 0}[x.dtype.itemsize]
+        # A code book's entries are rounded to x's dtype; the interpreter cuts off where the card rounds.
+        rounding = {2: 6e-3 if kind in BOOKS and schedule is DOT else 0, 4: 0}[x.dtype.itemsize]
         assert error(np.asarray(out), x, values) < max(rounding, 2e-6)
 
 
@@ -93,7 +124,7 @@ def test_rows_beyond_a_block_and_results_of_16_bits_interpreted(interpreted) -> 
     schedule = dataclasses.replace(DOT, splits=1)
     out = triton_matmul.int4_matmul(
         jnp.asarray(x),
-        jax.tree.map(jnp.asarray, to_triton(weight)),
+        in_layout(weight),
         out_dtype=jnp.dtype(jnp.bfloat16),
         schedule=schedule,
     )
@@ -101,17 +132,44 @@ def test_rows_beyond_a_block_and_results_of_16_bits_interpreted(interpreted) -> 
     assert error(np.asarray(out), x, values) < 6e-3  # the interpreter cuts off where the card rounds
 
 
+@given(st.integers(2, 40), st.integers(1, 160), st.sampled_from([16, 32, 128, -1]), st.sampled_from(KINDS))
+@settings(deadline=None, max_examples=15)
+def test_layout_of_8_bits_gives_back_the_weight(
+    out_features: int, in_features: int, group_size: int, kind: str
+) -> None:
+    weight = of_8_bits(out_features, in_features, min(group_size, in_features), kind)
+    packed = int8_to_triton(weight)
+    assert (unpack_int8_codes(packed) == weight.codes).all()
+    back = int8_to_canonical(packed)
+    for before, after in zip(jax.tree.leaves(weight), jax.tree.leaves(back), strict=True):
+        np.testing.assert_array_equal(np.asarray(after), np.asarray(before))
+
+
+def test_a_word_holds_two_inputs_of_8_bits_half_a_tile_apart() -> None:
+    weight = of_8_bits(40, 128, 32, "symmetric")
+    weight.codes[:] = 0
+    weight.codes[35, 64 + 5], weight.codes[35, 64 + 37] = 0x21, 0x43
+    packed = int8_to_triton(weight)
+    assert packed.codes.shape == (3, 2, 16, 32)
+    assert packed.codes[2, 1, 3, 5] == 0x4321
+    assert np.count_nonzero(packed.codes) == 1
+    on_device = jax.jit(int8_to_triton)(jax.tree.map(jnp.asarray, weight))
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(on_device), jax.tree.leaves(packed), strict=True))
+    with pytest.raises(ValueError, match="int8_to_triton takes a canonical weight; this one has layout 'triton'"):
+        int8_to_triton(packed)
+
+
 @needs_triton
 @pytest.mark.parametrize(("out_features", "in_features", "group_size", "kind"), [c[1:5] for c in CASES])
 def test_dequantize_interpreted(interpreted, out_features, in_features, group_size, kind) -> None:
     weight, values = case(out_features, in_features, group_size, kind)
-    packed = jax.tree.map(jnp.asarray, to_triton(weight))
+    packed = in_layout(weight)
     np.testing.assert_allclose(triton_matmul.dequantize(packed, jnp.float32), values, rtol=3e-7, atol=3e-7)
 
 
-def abstract(out_features: int, in_features: int, group_size: int, kind: str) -> PackedInt4:
+def abstract(out_features: int, in_features: int, group_size: int, kind: str) -> Packed:
     """A weight of the triton layout without its numbers."""
-    weight = jax.eval_shape(lambda: to_triton(jax.tree.map(jnp.asarray, case(16, in_features, group_size, kind)[0])))
+    weight = jax.eval_shape(in_layout, case(16, in_features, group_size, kind)[0])
     strips = -(-out_features // 16)
     codes = jax.ShapeDtypeStruct((strips, *weight.codes.shape[1:]), jnp.int16)
     scales, offsets = (
@@ -128,8 +186,11 @@ COMPILED = [
     (32, 576, 1536, 32, "minimum", jnp.bfloat16),
     (64, 14336, 4096, 128, "zero_point", jnp.bfloat16),
     (4, 1536, 576, 16, "minimum", jnp.float32),
-    (7, 72, 192, 64, "code_book", jnp.float16),
-    (64, 72, 192, 64, "code_book", jnp.float32),
+    (7, 72, 192, 64, "nf4", jnp.float16),
+    (64, 72, 192, 64, "nf4", jnp.float32),
+    (8, 14336, 4096, 128, "8 bits zero_point", jnp.bfloat16),
+    (64, 576, 1536, 32, "8 bits minimum", jnp.float16),
+    (1, 4096, 14336, 128, "8 bits symmetric", jnp.float32),
     (300, 4096, 4096, 128, "zero_point", jnp.bfloat16),
 ]
 
@@ -174,7 +235,7 @@ def test_schedules_fill_the_card_once(rows, out_features, tiles, card, expected)
 def test_explain_says_why_not_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = to_triton(make(24, 64, 32, "symmetric")[0])
 
-    def reason(weight: PackedInt4 = weight, x: jax.Array | None = None) -> str:
+    def reason(weight: Packed = weight, x: jax.Array | None = None) -> str:
         x = jnp.zeros((4, 64), jnp.bfloat16) if x is None else x
         return int4_matmul(x, weight, explain=True)[1].reason
 
@@ -203,7 +264,9 @@ def test_explain_says_why_not_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     for jax_triton, triton in (("0.3.1", "3.6.0"), ("0.4.1", "3.8.0")):
         install(jax_triton=jax_triton, triton=triton)
         assert reason() == "the first that supports this call"
-    assert "it reads weights of the triton layout, not canonical; repack with to_triton" in reason(
+    eight = to_kernel_layout(of_8_bits(24, 64, 32, "zero_point"))
+    assert eight.layout == "triton" and reason(eight) == "the first that supports this call"
+    assert "it reads weights of the triton layout, not canonical; repack with to_kernel_layout" in reason(
         make(24, 64, 32, "symmetric")[0]
     )
     odd = to_triton(make(24, 72, 24, "symmetric")[0])
@@ -222,8 +285,15 @@ GPU_DTYPES = [
     (17, 96, 1536, 128, "zero_point", np.float32),
     (64, 576, 1536, 96, "minimum", BF16),
     (64, 576, 1536, 128, "symmetric", np.float16),
-    (5, 96, 320, 64, "code_book", BF16),
-    (3, 96, 320, 64, "code_book", np.float32),
+    (5, 96, 320, 64, "nf4", BF16),
+    (3, 96, 320, 64, "mxfp4", np.float32),
+    (9, 96, 320, 16, "nvfp4", BF16),
+    (2, 96, 320, 32, "iq4_nl", np.float16),
+    (8, 96, 1536, 128, "8 bits zero_point", BF16),
+    (17, 96, 320, 16, "8 bits minimum", BF16),
+    (5, 96, 320, 64, "8 bits symmetric", np.float16),
+    (2, 96, 320, 64, "8 bits zero_point", np.float32),
+    (300, 192, 576, 32, "8 bits symmetric", BF16),
     (200, 192, 576, 128, "zero_point", BF16),
     (300, 192, 576, 32, "minimum", BF16),
 ]
@@ -234,12 +304,12 @@ GPU_DTYPES = [
 def test_triton_on_the_gpu(rows, out_features, in_features, group_size, kind, dtype) -> None:
     """Traps I5 and I7: any zero point, sizes that divide nothing, each call three times."""
     weight, values = case(out_features, in_features, group_size, kind)
-    packed = jax.tree.map(jnp.asarray, to_triton(weight))
+    packed = in_layout(weight)
     product = jax.jit(lambda x, w: int4_matmul(x, w, backend="triton", out_dtype=jnp.float32))
     x = tokens(rows, in_features).astype(dtype)
     outs = [np.asarray(product(jnp.asarray(x), packed)) for _ in range(3)]
-    # Beyond FUSED_ROWS the weight is rounded to x's dtype, and so is a code book.
-    rounded = dtype != np.float32 and (rows > triton_matmul.FUSED_ROWS or kind == "code_book")
+    # Beyond FUSED_ROWS the weight is rounded to x's dtype, and so is a code book of no whole numbers.
+    rounded = dtype != np.float32 and (rows > triton_matmul.FUSED_ROWS or kind == "nf4")
     assert error(outs[0], x, values) < (3e-3 if rounded else 1e-5)
     assert all(np.array_equal(outs[0], out) for out in outs)
 
@@ -248,7 +318,7 @@ def test_triton_on_the_gpu(rows, out_features, in_features, group_size, kind, dt
 @pytest.mark.parametrize("schedule", [GEMV, *(schedule for schedule, _ in triton_tuning.DOT.values())], ids=str)
 def test_every_schedule_on_the_gpu(schedule: Schedule) -> None:
     weight, values = make(1440, 1536, 128, "zero_point")
-    packed = jax.tree.map(jnp.asarray, to_triton(weight))
+    packed = in_layout(weight)
     x = tokens(4 if schedule.kernel == "gemv" else schedule.block_m, 1536)
     for splits in (1, 3):
         used = dataclasses.replace(schedule, splits=splits)

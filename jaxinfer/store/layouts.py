@@ -11,6 +11,7 @@ from pallas_kernels.int4_matmul import (
     PackedInt8,
     int8_to_canonical,
     int8_to_mosaic,
+    int8_to_triton,
     to_canonical,
     to_kernel_layout,
     to_mosaic,
@@ -34,9 +35,9 @@ UNPACKERS: Mapping[tuple[str, int], Callable[[Packed], Packed]] = {
 
 
 def to_layout(weight: Packed, layout: str) -> Packed:
-    """A canonical weight in another layout. Raises KeyError for one that its codes do not come in."""
+    """A canonical weight in another layout. Raises KeyError for one that there is not."""
     if isinstance(weight, PackedInt8):
-        return {"canonical": int8_to_canonical, "mosaic": int8_to_mosaic}[layout](weight)
+        return {"canonical": int8_to_canonical, "mosaic": int8_to_mosaic, "triton": int8_to_triton}[layout](weight)
     return {"canonical": to_canonical, "mosaic": to_mosaic, "triton": to_triton}[layout](weight)
 
 

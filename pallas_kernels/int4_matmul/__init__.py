@@ -8,6 +8,7 @@ from pallas_kernels.int4_matmul.packing_int8 import (
     from_int8_codes,
     int8_to_canonical,
     int8_to_mosaic,
+    int8_to_triton,
     unpack_int8_codes,
 )
 from pallas_kernels.int4_matmul.reference import dequantize
@@ -24,6 +25,7 @@ __all__ = [
     "int4_matmul_fused",
     "int8_to_canonical",
     "int8_to_mosaic",
+    "int8_to_triton",
     "to_canonical",
     "to_kernel_layout",
     "to_mosaic",

@@ -20,7 +20,7 @@ from pallas_kernels.int4_matmul import (
     wide_tuning,
 )
 from pallas_kernels.int4_matmul.packing import STRIP, PackedInt4, to_mosaic, to_triton
-from pallas_kernels.int4_matmul.packing_int8 import Packed, PackedInt8, int8_to_mosaic
+from pallas_kernels.int4_matmul.packing_int8 import Packed, PackedInt8, int8_to_mosaic, int8_to_triton
 from pallas_kernels.int4_matmul.plan import PART, Fusion, Plan
 
 Backend = Literal["mosaic", "triton", "reference"]
@@ -57,8 +57,8 @@ def int4_matmul(
 
     Args:
       x: activations, any number of leading dimensions.
-      w: a weight [out_features, in_features] of 4 bits, or of 8 (`PackedInt8`), which Triton's kernels do not take.
-        Each kernel reads its own layout (see `to_kernel_layout`), the reference any.
+      w: a weight [out_features, in_features] of 4 bits, or of 8 (`PackedInt8`). Each kernel reads its own layout (see
+        `to_kernel_layout`), the reference any.
       out_dtype: by default x's dtype. Sums are float32 in any case.
       backend: forces one; else the environment variable JAXINFER_KERNELS, else the first that supports the call.
         "mosaic" is Hopper's: a fused kernel for few rows, another for many, which rounds the weights to bfloat16, and
@@ -172,7 +172,7 @@ def to_kernel_layout(weight: Packed) -> Packed:
     choices = dispatch.choose("int4_matmul", refusals | {"reference": None})
     chosen = next(choice.backend for choice in choices if choice.taken)
     if isinstance(weight, PackedInt8):
-        return int8_to_mosaic(weight) if chosen == "mosaic" else weight
+        return {"mosaic": int8_to_mosaic, "triton": int8_to_triton}.get(chosen, lambda w: w)(weight)
     return {"mosaic": to_mosaic, "triton": to_triton}.get(chosen, lambda w: w)(weight)
 
 
@@ -180,16 +180,9 @@ def _refusals(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed) -> d
     """Each backend's reason not to take a call, in order of preference."""
     return {
         "mosaic": mosaic_refusal(rows, dtype, out_dtype, w),
-        "triton": triton_refusal(rows, dtype, out_dtype, w),
+        "triton": triton_matmul.refusal(rows, dtype, out_dtype, w),
         "reference": None,
     }
-
-
-def triton_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed) -> str | None:
-    """Why the Triton kernels do not take this call; None if they do."""
-    if isinstance(w, PackedInt8):
-        return "it reads codes of 4 bits, not of 8"
-    return triton_matmul.refusal(rows, dtype, out_dtype, w)
 
 
 def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed) -> str | None:

@@ -41,7 +41,8 @@ class PackedInt4:
     | mosaic | int32[ceil(out / 16), ceil(in / 64), 128], see `to_mosaic` | [ceil(out / 16), groups, 16] |
     | triton | int16[ceil(out / 16), ceil(in / 128), 16, 32], see `triton_layout.pack` | [groups, 16 * ceil(out / 16)] |
 
-    `shape` is (out_features, in_features) without padding.
+    `shape` is (out_features, in_features) without padding. `whole`: the book's numbers are known to be whole multiples,
+    up to 127, of the smallest that is not zero, as those of FP4 and IQ4_NL are: a kernel can take them for bytes.
     """
 
     codes: Any
@@ -51,6 +52,7 @@ class PackedInt4:
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     group_size: int = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True}, default="canonical")
+    whole: bool = dataclasses.field(metadata={"static": True}, default=False)
 
     bits: ClassVar[int] = 4
 
@@ -105,7 +107,7 @@ def unpack_codes(weight: PackedInt4) -> Any:
         halves = xp.stack([weight.codes & xp.uint8(15), weight.codes >> xp.uint8(4)], axis=-1)
         return halves.reshape(out_features, -1)[:, :in_features]
     if weight.layout == "triton":
-        return triton_layout.unpack(weight.codes, weight.shape)
+        return triton_layout.unpack(weight.codes, weight.shape, weight.bits)
     strips, column_tiles = weight.codes.shape[:2]
     run = steps_per_run(weight.group_size)
     words = _bits(weight.codes, jnp.uint32)
@@ -177,10 +179,15 @@ def to_triton(weight: PackedInt4) -> PackedInt4:
     """Repacks a canonical weight into the order that the Triton kernels read, see `triton_layout.pack`."""
     if weight.layout != "canonical":
         raise ValueError(f"to_triton takes a canonical weight; this one has layout {weight.layout!r}")
+    return arranged_for_triton(weight, unpack_codes(weight))
+
+
+def arranged_for_triton(weight: Any, codes: Any) -> Any:
+    """A canonical weight of 4 or 8 bits in the triton layout; its codes are uint8[out, in], one a byte."""
     width = triton_layout.tile_width(weight.group_size, weight.num_groups)
     return dataclasses.replace(
         weight,
-        codes=triton_layout.pack(unpack_codes(weight), width),
+        codes=triton_layout.pack(codes, width, weight.bits),
         scales=triton_layout.by_group(weight.scales),
         offsets=None if weight.offsets is None else triton_layout.by_group(weight.offsets),
         layout="triton",

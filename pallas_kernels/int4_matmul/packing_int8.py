@@ -1,4 +1,4 @@
-"""Weights of 8-bit codes in groups: the canonical form, and the order of bytes that the Hopper kernels read."""
+"""Weights of 8-bit codes in groups: the canonical form, and the orders of bytes that the kernels read."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.int4_matmul import triton_layout
 from pallas_kernels.int4_matmul.packing import (
     COLUMNS,
     STRIP,
     Kind,
     Layout,
     PackedInt4,
+    arranged_for_triton,
     by_row,
     by_strip,
     check_groups,
@@ -33,6 +35,7 @@ class PackedInt8:
     |---|---|---|
     | canonical | uint8[out, in] | [out, groups] |
     | mosaic | int32[ceil(out / 16), ceil(in / 64), 256], see `int8_to_mosaic` | [ceil(out / 16), groups, 16] |
+    | triton | int16[ceil(out / 16), ceil(in / 64), 16, 32], see `triton_layout.pack` | [groups, 16 * ceil(out / 16)] |
 
     `shape` is (out_features, in_features) without padding.
     """
@@ -46,6 +49,7 @@ class PackedInt8:
 
     bits: ClassVar[int] = 8
     book: ClassVar[None] = None
+    whole: ClassVar[bool] = False
 
     @property
     def kind(self) -> Kind:
@@ -97,8 +101,15 @@ def int8_to_mosaic(weight: PackedInt8) -> PackedInt8:
     )
 
 
+def int8_to_triton(weight: PackedInt8) -> PackedInt8:
+    """Repacks a canonical weight into the order that the Triton kernels read, see `triton_layout.pack`."""
+    if weight.layout != "canonical":
+        raise ValueError(f"int8_to_triton takes a canonical weight; this one has layout {weight.layout!r}")
+    return arranged_for_triton(weight, weight.codes)
+
+
 def int8_to_canonical(weight: PackedInt8) -> PackedInt8:
-    """Undoes `int8_to_mosaic` exactly; a canonical weight comes back as it is."""
+    """Undoes `int8_to_mosaic` or `int8_to_triton` exactly; a canonical weight comes back as it is."""
     if weight.layout == "canonical":
         return weight
     offsets = None if weight.offsets is None else by_row(weight.offsets, weight)
@@ -111,6 +122,8 @@ def unpack_int8_codes(weight: PackedInt8) -> Any:
     """The codes of a weight of any layout, uint8[out, in]."""
     if weight.layout == "canonical":
         return weight.codes
+    if weight.layout == "triton":
+        return triton_layout.unpack(weight.codes, weight.shape, weight.bits)
     xp = weight.codes.__array_namespace__()
     strips, tiles, _ = weight.codes.shape
     run = steps_per_run(weight.group_size)

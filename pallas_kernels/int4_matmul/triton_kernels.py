@@ -1,4 +1,4 @@
-"""The Triton kernels of the INT4 matrix product. Imported only where triton is installed.
+"""The Triton kernels of the product with weights of 4 or 8 bits. Imported only where triton is installed.
 
 Every size is a compile-time constant: jax-triton compiles a kernel for each shape anyway, and divisions and masks that
 are known to be superfluous disappear.
@@ -25,19 +25,56 @@ def entries(book_ptr, codes, ASM: tl.constexpr):
 
 
 @kernel
-def numbers(words, zero, book_ptr, NIBBLE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """The codes of one nibble of every word as numbers of a dtype: code - zero, or the code book's entry.
+def unit_of(book_ptr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """What a code book is measured in, so that 16 bits lose less: its smallest entry that is not zero, else 1.
 
-    `zero` is float32 [rows, 1]; up to 15 in size, so that the difference is exact in every dtype.
+    In that unit the entries of FP4 are integers whatever a file has multiplied them by, as IQ4_NL's are.
     """
+    if KIND == "code_book" and dtype != tl.float32:
+        sizes = tl.abs(tl.load(book_ptr + tl.arange(0, 16)))
+        smallest = tl.min(tl.where(sizes > 0.0, sizes, float("inf")), 0)
+        return tl.where(smallest < float("inf"), smallest, 1.0)
+    else:
+        return 1.0
+
+
+@kernel
+def numbers(
+    words,
+    zero,
+    book_ptr,
+    unit,
+    PART: tl.constexpr,
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,
+    dtype: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Every word's PART-th code as a number of a dtype: code - zero, or the code book's entry in its unit.
+
+    `zero` is float32 [rows, 1], a number that a code can be, so that the difference is exact in every dtype.
+    """
+    SHIFT: tl.constexpr = BITS * PART
     if KIND == "code_book":
-        return entries(book_ptr, (words >> (4 * NIBBLE)) & 15, ASM).to(dtype)
+        found = entries(book_ptr, (words >> SHIFT) & 15, ASM)
+        if dtype != tl.float32:
+            found *= 1.0 / unit
+        return found.to(dtype)
     elif ASM and dtype == tl.bfloat16:
         # Two codes a register: 0x4300 | code is 128 + code. One lop3 for mask and exponent: ptxas may keep two.
-        minus = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), words.shape)
+        if BITS == 4:
+            minus = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), words.shape)
+            CODE: tl.constexpr = "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;"
+        else:
+            # Of 8 bits seven, less 128 where the eighth is set and 256 where not: code - 128.
+            minus = tl.broadcast_to((128.0 - zero).to(tl.bfloat16), words.shape)
+            CODE: tl.constexpr = (
+                "lop3.b32 m, t, 0x00800080, 0xC380C380, 0x6A; lop3.b32 t, t, 0x007F007F, 0x43004300, 0xEA; "
+                "fma.rn.bf16x2 t, t, one, m;"
+            )
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, one; shr.u32 t, $1, {4 * NIBBLE}; mov.b32 one, 0x3F803F80; "
-            "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 $0, t, one, $2; }",
+            f"{{ .reg .b32 t, m, one; shr.u32 t, $1, {SHIFT}; mov.b32 one, 0x3F803F80; {CODE} "
+            "fma.rn.bf16x2 $0, t, one, $2; }",
             "=r,r,r",
             [words, minus],
             dtype=tl.bfloat16,
@@ -46,10 +83,11 @@ def numbers(words, zero, book_ptr, NIBBLE: tl.constexpr, KIND: tl.constexpr, dty
         )
     elif ASM and dtype == tl.float16:
         # The same, 0x6400 | code being 1024 + code.
+        MASK: tl.constexpr = "0x000F000F" if BITS == 4 else "0x00FF00FF"
         minus = tl.broadcast_to((-1024.0 - zero).to(tl.float16), words.shape)
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t; shr.u32 t, $1, {4 * NIBBLE}; "
-            "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; add.rn.f16x2 $0, t, $2; }",
+            f"{{ .reg .b32 t; shr.u32 t, $1, {SHIFT}; "
+            f"lop3.b32 t, t, {MASK}, 0x64006400, 0xEA; add.rn.f16x2 $0, t, $2; }}",
             "=r,r,r",
             [words, minus],
             dtype=tl.float16,
@@ -57,7 +95,7 @@ def numbers(words, zero, book_ptr, NIBBLE: tl.constexpr, KIND: tl.constexpr, dty
             pack=2,
         )
     else:
-        codes = (words >> (4 * NIBBLE)) & 15
+        codes = (words >> SHIFT) & (15 if BITS == 4 else 255)
         return (codes.to(tl.float32) - zero).to(dtype)
 
 
@@ -85,12 +123,12 @@ def scale_and_offset(
 
 
 @kernel
-def zero_of(offset, KIND: tl.constexpr):
+def zero_of(offset, BITS: tl.constexpr, KIND: tl.constexpr):
     """The code that stands for zero, float32."""
     if KIND == "zero_point":
-        return offset.to(tl.float32)
+        return (offset.to(tl.int32) & 255).to(tl.float32)  # the interpreter takes bytes to be signed
     elif KIND == "symmetric":
-        return tl.full(offset.shape, 8.0, tl.float32)
+        return tl.full(offset.shape, 8.0 if BITS == 4 else 128.0, tl.float32)
     else:
         return tl.full(offset.shape, 0.0, tl.float32)
 
@@ -112,6 +150,7 @@ def int4_matmul_dot(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    BITS: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -121,10 +160,11 @@ def int4_matmul_dot(
 ):
     """out^T = W x^T on tensor cores, for BLOCK_N output features, BLOCK_M rows of x and a share of the inputs.
 
-    The words go through shared memory straight into the layout of tl.dot's large operand, where their four sets of
-    codes are unpacked. Scales enter once a segment (the part of a tile that shares a group), on the float32 sums.
+    The words go through shared memory straight into the layout of tl.dot's large operand, where their codes
+    are unpacked, set by set. Scales enter once a segment (the part of a tile that shares a group), on the float32 sums.
     Writes [SPLITS, M, N].
     """
+    CODES: tl.constexpr = 16 // BITS
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # first: blocks that share weights run together
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -136,22 +176,25 @@ def int4_matmul_dot(
     rows = x_ptr + m.to(tl.int64)[None, :] * K + inputs[:, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
 
+    unit = unit_of(book_ptr, KIND, dtype)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    scale, offset = scale_and_offset(scales_ptr, offsets_ptr, n_stored, first * 4 * WIDTH, PADDED, GROUP, GROUPS, KIND)
+    scale, offset = scale_and_offset(
+        scales_ptr, offsets_ptr, n_stored, first * CODES * WIDTH, PADDED, GROUP, GROUPS, KIND
+    )
     for tile in tl.range(first, last, num_stages=STAGES):
         words = tl.load(codes + tile * (16 * WIDTH), eviction_policy="evict_first")
         for segment in tl.static_range(SEGMENTS):
-            k = tile * (4 * WIDTH) + segment * (4 * WIDTH // SEGMENTS)
+            k = tile * (CODES * WIDTH) + segment * (CODES * WIDTH // SEGMENTS)
             # Those of the next segment are asked for now: they are too small for asynchronous copies.
             next_scale, next_offset = scale_and_offset(
-                scales_ptr, offsets_ptr, n_stored, k + 4 * WIDTH // SEGMENTS, PADDED, GROUP, GROUPS, KIND
+                scales_ptr, offsets_ptr, n_stored, k + CODES * WIDTH // SEGMENTS, PADDED, GROUP, GROUPS, KIND
             )
-            zero = zero_of(offset, KIND)[:, None]
+            zero = zero_of(offset, BITS, KIND)[:, None]
             product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             sums = tl.zeros((BLOCK_M,), tl.float32)
-            for part in tl.static_range(4 // SEGMENTS):
+            for part in tl.static_range(CODES // SEGMENTS):
                 column = k + part * WIDTH
-                if K % (4 * WIDTH) == 0:
+                if K % (CODES * WIDTH) == 0:
                     if M % BLOCK_M == 0:
                         x = tl.load(rows + column)
                     else:
@@ -159,14 +202,14 @@ def int4_matmul_dot(
                 else:
                     inside = (m < M)[None, :] & (column + inputs < K)[:, None]
                     x = tl.load(rows + column, mask=inside, other=0.0)
-                w = numbers(words, zero, book_ptr, segment * (4 // SEGMENTS) + part, KIND, dtype, ASM)
+                w = numbers(words, zero, book_ptr, unit, segment * (CODES // SEGMENTS) + part, BITS, KIND, dtype, ASM)
                 if dtype == tl.float32:
                     product = tl.dot(w, x, product, input_precision="tf32x3")
                 else:
                     product = tl.dot(w, x, product)
                 if KIND == "minimum":
                     sums += tl.sum(x.to(tl.float32), 0)
-            acc += product * scale.to(tl.float32)[:, None]
+            acc += product * (scale.to(tl.float32) * unit)[:, None]
             if KIND == "minimum":
                 acc += offset.to(tl.float32)[:, None] * sums[None, :]
             scale, offset = next_scale, next_offset
@@ -175,16 +218,21 @@ def int4_matmul_dot(
 
 
 @kernel
-def pair_of(words, book_ptr, NIBBLE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """Of words of two, the two codes of one nibble as float32: 128 + code, or the code book's entries."""
+def pair_of(words, book_ptr, PART: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Of words of two, the PART-th code of each as float32: the book's entry, the code or, of 4 bits, 128 + code."""
+    SHIFT: tl.constexpr = BITS * PART
     if KIND == "code_book":
-        low = entries(book_ptr, (words >> (4 * NIBBLE)) & 15, ASM)
-        return low, entries(book_ptr, (words >> (16 + 4 * NIBBLE)) & 15, ASM)
+        low = entries(book_ptr, (words >> SHIFT) & 15, ASM)
+        return low, entries(book_ptr, (words >> (16 + SHIFT)) & 15, ASM)
+    elif BITS == 8:
+        # As the last bits of a float32 near 2^23, which costs a quarter of a conversion.
+        low = (((words >> SHIFT) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        return low, (((words >> (16 + SHIFT)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     else:
         # 0x4300 | code is 128 + code in bfloat16, whose bits are the upper half of a float32's.
         if ASM:
             both = tl.inline_asm_elementwise(
-                f"{{ .reg .b32 t; shr.u32 t, $1, {4 * NIBBLE}; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }}",
+                f"{{ .reg .b32 t; shr.u32 t, $1, {SHIFT}; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; }}",
                 "=r,r",
                 [words],
                 dtype=tl.int32,
@@ -192,7 +240,7 @@ def pair_of(words, book_ptr, NIBBLE: tl.constexpr, KIND: tl.constexpr, ASM: tl.c
                 pack=1,
             )
         else:
-            both = ((words >> (4 * NIBBLE)) & 0x000F000F) | 0x43004300
+            both = ((words >> SHIFT) & 0x000F000F) | 0x43004300
         return (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
 
 
@@ -213,6 +261,7 @@ def int4_matmul_gemv(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    BITS: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -224,6 +273,8 @@ def int4_matmul_gemv(
     Reads words by twos. Each thread keeps its own sums of BLOCK_N output features for its inputs; zero points and
     minima enter once a segment, with the sums of x over the same inputs. Writes [SPLITS, M, N].
     """
+    CODES: tl.constexpr = 16 // BITS
+    MORE: tl.constexpr = 128.0 if BITS == 4 else 0.0  # see `pair_of`
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     first = split * TILES // SPLITS
@@ -241,7 +292,7 @@ def int4_matmul_gemv(
     for tile in tl.range(first, last, num_stages=STAGES):
         words = tl.load(codes + tile * (16 * PAIRS), eviction_policy="evict_first")
         for segment in tl.static_range(SEGMENTS):
-            k = tile * (4 * WIDTH) + segment * (4 * WIDTH // SEGMENTS)
+            k = tile * (CODES * WIDTH) + segment * (CODES * WIDTH // SEGMENTS)
             scale, offset = scale_and_offset(scales_ptr, offsets_ptr, n_stored, k, PADDED, GROUP, GROUPS, KIND)
             product0 = tl.zeros((BLOCK_N, PAIRS), tl.float32)
             product1 = product0
@@ -251,23 +302,23 @@ def int4_matmul_gemv(
             sums1 = sums0
             sums2 = sums0
             sums3 = sums0
-            for part in tl.static_range(4 // SEGMENTS):
-                low, high = pair_of(words, book_ptr, segment * (4 // SEGMENTS) + part, KIND, ASM)
+            for part in tl.static_range(CODES // SEGMENTS):
+                low, high = pair_of(words, book_ptr, segment * (CODES // SEGMENTS) + part, BITS, KIND, ASM)
                 column = k + part * WIDTH
-                product0, sums0 = add_row(product0, sums0, x_ptr, column, low, high, K, WIDTH)
+                product0, sums0 = add_row(product0, sums0, x_ptr, column, low, high, K, CODES, WIDTH)
                 if M > 1:
-                    product1, sums1 = add_row(product1, sums1, x_ptr + K, column, low, high, K, WIDTH)
+                    product1, sums1 = add_row(product1, sums1, x_ptr + K, column, low, high, K, CODES, WIDTH)
                 if M > 2:
-                    product2, sums2 = add_row(product2, sums2, x_ptr + 2 * K, column, low, high, K, WIDTH)
+                    product2, sums2 = add_row(product2, sums2, x_ptr + 2 * K, column, low, high, K, CODES, WIDTH)
                 if M > 3:
-                    product3, sums3 = add_row(product3, sums3, x_ptr + 3 * K, column, low, high, K, WIDTH)
+                    product3, sums3 = add_row(product3, sums3, x_ptr + 3 * K, column, low, high, K, CODES, WIDTH)
             scale32 = scale.to(tl.float32)
             if KIND == "zero_point":
-                bias = scale32 * (-128.0 - offset.to(tl.float32))
+                bias = scale32 * (-MORE - zero_of(offset, BITS, KIND))
             elif KIND == "symmetric":
-                bias = scale32 * -136.0
+                bias = scale32 * (-136.0 if BITS == 4 else -128.0)
             elif KIND == "minimum":
-                bias = offset.to(tl.float32) - 128.0 * scale32
+                bias = offset.to(tl.float32) - MORE * scale32
             else:
                 bias = tl.zeros((BLOCK_N,), tl.float32)
             acc0 += scale32[:, None] * product0 + bias[:, None] * sums0[None, :]
@@ -289,9 +340,9 @@ def int4_matmul_gemv(
 
 
 @kernel
-def add_row(product, sums, row_ptr, column, low, high, K: tl.constexpr, WIDTH: tl.constexpr):
+def add_row(product, sums, row_ptr, column, low, high, K: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr):
     """Adds a row of x, WIDTH inputs from `column` on, times the pairs of codes; and these inputs themselves."""
-    if K % (4 * WIDTH) == 0:
+    if K % (CODES * WIDTH) == 0:
         x = tl.load(row_ptr + column + tl.arange(0, WIDTH))
     else:
         x = tl.load(row_ptr + column + tl.arange(0, WIDTH), mask=column + tl.arange(0, WIDTH) < K, other=0.0)
@@ -316,18 +367,20 @@ def int4_dequantize(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    BITS: tl.constexpr,
     KIND: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Writes the values of one tile of one strip to out [N, K], computed in float32 and rounded once."""
+    CODES: tl.constexpr = 16 // BITS
     tile = tl.program_id(0)
     n = tl.program_id(1) * 16 + tl.arange(0, 16)
     words = tl.load(tile_pointers(codes_ptr, n, TILES, WIDTH) + tile * (16 * WIDTH))
-    for part in tl.static_range(4):
-        k = tile * (4 * WIDTH) + part * WIDTH
+    for part in tl.static_range(CODES):
+        k = tile * (CODES * WIDTH) + part * WIDTH
         scale, offset = scale_and_offset(scales_ptr, offsets_ptr, n, k, PADDED, GROUP, GROUPS, KIND)
-        zero = zero_of(offset, KIND)[:, None]
-        values = numbers(words, zero, book_ptr, part, KIND, tl.float32, ASM) * scale.to(tl.float32)[:, None]
+        zero = zero_of(offset, BITS, KIND)[:, None]
+        values = numbers(words, zero, book_ptr, 1.0, part, BITS, KIND, tl.float32, ASM) * scale.to(tl.float32)[:, None]
         if KIND == "minimum":
             values += offset.to(tl.float32)[:, None]
         column = k + tl.arange(0, WIDTH)

@@ -1,6 +1,6 @@
-"""The order of bits that the Triton kernels read: 16-bit words whose four codes lie a quarter of a tile apart.
+"""The order of bits that the Triton kernels read: 16-bit words whose codes, four or two, lie apart in a tile.
 
-Functions on arrays, NumPy or JAX; `packing.to_triton` applies them to a weight.
+Functions on arrays, NumPy or JAX; `to_triton` and `int8_to_triton` apply them to a weight.
 """
 
 from typing import Any
@@ -11,47 +11,48 @@ from jax import lax
 
 STRIP = 16
 """Output features that are stored together."""
-CODES = 4
-"""Codes of a word."""
+WORD = 16
+"""Bits of a word."""
 
 
 def tile_width(group_size: int, num_groups: int) -> int:
-    """Words of one output feature in a tile. Each of the tile's four sets of codes must lie in one group."""
+    """Words of one output feature in a tile. The codes at one place of these words must lie in one group."""
     return 16 if num_groups > 1 and group_size % 32 else 32
 
 
-def pack(codes: Any, width: int) -> Any:
+def pack(codes: Any, width: int, bits: int) -> Any:
     """uint8[out, in], one code a byte, -> int16[strips, tiles, 16, width].
 
-    A tile is 16 output features by 4 * width inputs; input `q * width + w` of a tile is nibble q of word w:
+    A tile is 16 output features by width inputs for every code of a word; input `q * width + w` of a tile is code q of
+    word w, here of 4 bits:
 
         bits    0-3    4-7        8-11           12-15
         input   w      w + width  w + 2 * width  w + 3 * width
 
-    so the q-th nibbles of `width` neighbouring words are `width` neighbouring inputs: unpacking needs no shuffle, and
+    so the q-th codes of `width` neighbouring words are `width` neighbouring inputs: unpacking needs no shuffle, and
     two neighbouring words in a register give two neighbouring inputs. A row of a tile is 64 bytes (32 where groups have
     16 inputs), a tile is contiguous, and so is a strip. Padded codes are 0.
     """
-    xp = codes.__array_namespace__()
+    xp, places = codes.__array_namespace__(), WORD // bits
     out_features, in_features = codes.shape
-    codes = xp.pad(codes, ((0, -out_features % STRIP), (0, -in_features % (CODES * width))))
-    strips, tiles = codes.shape[0] // STRIP, codes.shape[1] // (CODES * width)
-    # Axes: strip, row, tile, nibble, word.
-    nibbles = codes.reshape(strips, STRIP, tiles, CODES, width).transpose(0, 2, 1, 4, 3)
-    words = xp.zeros(nibbles.shape[:-1], xp.uint16)
-    for q in range(CODES):
-        words = words | (nibbles[..., q].astype(xp.uint16) << xp.uint16(4 * q))
+    codes = xp.pad(codes, ((0, -out_features % STRIP), (0, -in_features % (places * width))))
+    strips, tiles = codes.shape[0] // STRIP, codes.shape[1] // (places * width)
+    # Axes: strip, row, tile, place, word.
+    codes = codes.reshape(strips, STRIP, tiles, places, width).transpose(0, 2, 1, 4, 3)
+    words = xp.zeros(codes.shape[:-1], xp.uint16)
+    for q in range(places):
+        words = words | (codes[..., q].astype(xp.uint16) << xp.uint16(bits * q))
     return _bits(words, jnp.int16)
 
 
-def unpack(words: Any, shape: tuple[int, int]) -> Any:
+def unpack(words: Any, shape: tuple[int, int], bits: int) -> Any:
     """Undoes `pack`: uint8[out, in], one code a byte."""
-    xp = words.__array_namespace__()
+    xp, places = words.__array_namespace__(), WORD // bits
     strips, tiles, _, width = words.shape
-    words = _bits(words, jnp.uint16)
-    nibbles = xp.stack([(words >> xp.uint16(4 * q)) & xp.uint16(15) for q in range(CODES)], axis=-2).astype(xp.uint8)
-    # Axes: strip, tile, row, nibble, word.
-    codes = nibbles.transpose(0, 2, 1, 3, 4).reshape(strips * STRIP, tiles * CODES * width)
+    words, mask = _bits(words, jnp.uint16), xp.uint16(2**bits - 1)
+    codes = xp.stack([(words >> xp.uint16(bits * q)) & mask for q in range(places)], axis=-2).astype(xp.uint8)
+    # Axes: strip, tile, row, place, word.
+    codes = codes.transpose(0, 2, 1, 3, 4).reshape(strips * STRIP, tiles * places * width)
     return codes[: shape[0], : shape[1]]
 
 

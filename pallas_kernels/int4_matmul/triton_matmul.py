@@ -1,4 +1,4 @@
-"""The INT4 matrix product on Triton: for the cards before Hopper, and for what the Mosaic kernel does not take.
+"""The product with packed weights on Triton: for the cards before Hopper, and for what Mosaic's does not take.
 
 Up to `FUSED_ROWS` rows go through a fused kernel: W x^T on tensor cores, weights as the large operand, unpacked in
 registers between shared memory and the product; float32 rows, up to four, through one without tensor cores. More rows
@@ -15,8 +15,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import triton_backend
-from pallas_kernels.int4_matmul.packing import PackedInt4
-from pallas_kernels.int4_matmul.triton_layout import CODES, STRIP
+from pallas_kernels.int4_matmul.packing_int8 import Packed
+from pallas_kernels.int4_matmul.triton_layout import STRIP, WORD
 from pallas_kernels.int4_matmul.triton_tuning import Schedule, schedule_for
 
 FUSED_ROWS = 256
@@ -24,10 +24,10 @@ FUSED_ROWS = 256
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedInt4) -> str | None:
+def refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed) -> str | None:
     """Why the Triton kernels do not take this call; None if they do."""
     if w.layout != "triton":
-        return f"it reads weights of the triton layout, not {w.layout}; repack with to_triton once, at load"
+        return f"it reads weights of the triton layout, not {w.layout}; repack with to_kernel_layout once, at load"
     reason = weight_refusal(w)
     if reason is not None:
         return reason
@@ -39,7 +39,7 @@ def refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: PackedInt4) ->
     return triton_backend.refusal()
 
 
-def weight_refusal(w: PackedInt4) -> str | None:
+def weight_refusal(w: Packed) -> str | None:
     """Why no weight of this kind can have the triton layout; None if it can."""
     if w.num_groups > 1 and w.group_size != 16 and w.group_size % 32:
         return f"it takes groups of 16 or a multiple of 32, or one group, not {w.group_size}"
@@ -48,7 +48,7 @@ def weight_refusal(w: PackedInt4) -> str | None:
     return None
 
 
-def int4_matmul(x: jax.Array, w: PackedInt4, *, out_dtype: jnp.dtype, schedule: Schedule | None = None) -> jax.Array:
+def int4_matmul(x: jax.Array, w: Packed, *, out_dtype: jnp.dtype, schedule: Schedule | None = None) -> jax.Array:
     """x [rows, in_features] times a weight of the triton layout -> [rows, out_features]."""
     rows, tiles = x.shape[0], w.codes.shape[1]
     if rows > FUSED_ROWS and schedule is None:
@@ -67,7 +67,7 @@ def int4_matmul(x: jax.Array, w: PackedInt4, *, out_dtype: jnp.dtype, schedule: 
 
 # Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.
 @functools.partial(jax.jit, static_argnames=("schedule", "out_dtype"))
-def _fused(x: jax.Array, w: PackedInt4, *, schedule: Schedule, out_dtype: jnp.dtype) -> jax.Array:
+def _fused(x: jax.Array, w: Packed, *, schedule: Schedule, out_dtype: jnp.dtype) -> jax.Array:
     from pallas_kernels.int4_matmul import triton_kernels
 
     rows, out_features = x.shape[0], w.shape[0]
@@ -100,13 +100,13 @@ def _fused(x: jax.Array, w: PackedInt4, *, schedule: Schedule, out_dtype: jnp.dt
 
 
 @functools.partial(jax.jit, static_argnames="out_dtype")
-def _dequantize_and_multiply(x: jax.Array, w: PackedInt4, *, out_dtype: jnp.dtype) -> jax.Array:
+def _dequantize_and_multiply(x: jax.Array, w: Packed, *, out_dtype: jnp.dtype) -> jax.Array:
     values = dequantize(w, x.dtype)
     product = lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return product.astype(out_dtype)
 
 
-def dequantize(w: PackedInt4, dtype: DTypeLike) -> jax.Array:
+def dequantize(w: Packed, dtype: DTypeLike) -> jax.Array:
     """The weight's values [out_features, in_features], computed in float32 and rounded once to `dtype`."""
     from pallas_kernels.int4_matmul import triton_kernels
 
@@ -123,13 +123,13 @@ def dequantize(w: PackedInt4, dtype: DTypeLike) -> jax.Array:
     return values
 
 
-def _arrays(w: PackedInt4) -> tuple[Any, Any, Any, Any]:
+def _arrays(w: Packed) -> tuple[Any, Any, Any, Any]:
     """Codes, scales, offsets and code book; what a weight lacks is represented by its scales, and never read."""
     book = w.scales if w.book is None else w.book.astype(jnp.float32)
     return w.codes, w.scales, w.scales if w.offsets is None else w.offsets, book
 
 
-def _constants(w: PackedInt4) -> dict[str, Any]:
+def _constants(w: Packed) -> dict[str, Any]:
     """The kernels' constants that the weight decides."""
     out_features, in_features = w.shape
     strips, tiles, _, width = w.codes.shape
@@ -141,14 +141,15 @@ def _constants(w: PackedInt4) -> dict[str, Any]:
         "WIDTH": width,
         "GROUP": w.group_size,
         "GROUPS": w.num_groups,
-        "SEGMENTS": segments(w.group_size, w.num_groups, width),
+        "SEGMENTS": segments(w.group_size, w.num_groups, width, WORD // w.bits),
+        "BITS": w.bits,
         "KIND": w.kind,
         "ASM": True,
     }
 
 
-def segments(group_size: int, num_groups: int, width: int) -> int:
-    """Parts of a tile, each of which shares a scale: 1, 2 or 4."""
-    if num_groups == 1 or group_size % (CODES * width) == 0:
+def segments(group_size: int, num_groups: int, width: int, codes: int) -> int:
+    """Parts of a tile of `codes` times `width` inputs, each of which shares a scale: 1, 2 or 4."""
+    if num_groups == 1 or group_size % (codes * width) == 0:
         return 1
-    return 2 if group_size % (CODES // 2 * width) == 0 else 4
+    return 2 if group_size % (codes // 2 * width) == 0 else 4
