@@ -26,6 +26,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rank = {group: index for index, group in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(group_of(item.nodeid), len(rank)))
     if jax.default_backend() == "gpu":
         return
     for item in items:
@@ -33,22 +35,65 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; this process has none"))
 
 
+LONGEST_FIRST = (
+    "test_engine",
+    "test_engine_speculation.py",
+    "test_families.py",
+    "test_speculative_generate.py",
+    "test_generate.py",
+    "test_memory_plan.py",
+    "test_notebook.py",
+)
+"""What would be waited for at the end if it were begun late."""
+
+
+def group_of(nodeid: str) -> str:
+    """Tests of a group run in one process: two thirds of their time goes into compiling, and programs are shared only
+    there. A group is a file; but those of the engine, all for one model and one size, are a group together.
+    """
+    file = pathlib.PurePath(nodeid.partition("::")[0]).name
+    return "test_engine" if file.startswith("test_engine_") and file not in LONGEST_FIRST else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config) -> object:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # it would begin with the groups of the most tests
+    return Scheduling(config)
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-MOST_MAPPINGS = {"between files": 20_000, "within a file": 40_000}
+MOST_MAPPINGS = 40_000
 """A process may have 65,530 mappings on Linux; every compiled program takes several, and at the limit LLVM crashes."""
+PROGRAMS_BETWEEN_LOOKS = 200
+"""Counting thousands of mappings takes 20 ms, too long for every test. Programs take from 4 to about 60 each."""
+_compiled: list[str] = []
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+def _note_compilation(event: str, *_: object, **__: object) -> None:
+    if event.endswith("backend_compile_duration"):
+        _compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note_compilation)
+
+
+def pytest_runtest_teardown() -> None:
     """Forgets compiled programs before there are too many: a worker compiles thousands of them."""
     maps = pathlib.Path("/proc/self/maps")
-    if nextitem is None or not maps.exists():
+    if len(_compiled) < PROGRAMS_BETWEEN_LOOKS or not maps.exists():
         return
-    where = "within a file" if nextitem.path == item.path else "between files"
-    if maps.read_bytes().count(b"\n") > MOST_MAPPINGS[where]:
+    _compiled.clear()
+    if maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
         programs = sys.modules.get("jaxinfer.engine.programs")
         if programs is not None:
