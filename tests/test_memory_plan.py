@@ -1,6 +1,7 @@
 """The memory planner: byte for byte what is loaded and allocated, XLA's own figures for programs, and what fits."""
 
 import dataclasses
+import inspect
 import json
 import pathlib
 
@@ -23,6 +24,7 @@ from jaxinfer.planning.target import Target, parse_bytes, target_for
 from jaxinfer.planning.temporaries import Work, compiled, estimate, representative_layers
 from jaxinfer.planning.weights import Storage, abstract_params, bytes_by_precision, num_bytes
 from jaxinfer.quantization.plan import PRESETS, Plan, Precision, Rule
+from jaxinfer.tiered_batch import TieredBatch
 from pallas_kernels.int4_matmul import PackedInt4, to_mosaic
 
 SHAPES = pathlib.Path(__file__).parent.parent / "benchmarks" / "shapes"
@@ -167,6 +169,32 @@ def test_the_cache_is_that_which_generate_allocates(kv_dtype: str | None, rows: 
     assert plan.kv_bytes_per_token == kv_cache.bytes_per_token(model.config, model.cache_dtype)
 
 
+def test_a_tiered_cache_is_that_which_generate_allocates(tmp_path: pathlib.Path):
+    """Gemma 3 has layers with a window, which keep nothing behind it, and layers that see everything, in tiers."""
+    config = FAMILIES["gemma3_text"].config | {"max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ji.load(tmp_path, random_weights=0, progress=False)
+    for kv_dtype, kv, tokens in (("tiered", ji.TieredKV(), 40), ("tiered:32,64", ji.TieredKV(32, 64), 300)):
+        tiered = dataclasses.replace(model, kv_dtype=kv)
+        requests = requests_for(tiered, [[1] * (tokens - 3)] * 3, ji.SamplingParams(max_tokens=4))
+        cache = TieredBatch(tiered, requests, Limits.default()).cache
+        plan = ji.memory_plan(tmp_path, context=tokens, batch=3, kv_dtype=kv_dtype)
+        assert plan.kv_cache == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        assert plan.kv_dtype == str(kv)
+        assert plan.kv_bytes_per_token == -(-plan.kv_cache // (plan.rounded[0] * plan.rounded[1]))
+
+
+def test_what_is_rounded_up_is_said():
+    """Three rows take the room of four, 40 tokens that of the narrowest page table: 16 pages of 16."""
+    plan = ji.memory_plan(FAMILIES["llama"].folder, context=40, batch=3)
+    assert plan.rounded == (4, 256)
+    assert plan.kv_cache == ji.memory_plan(FAMILIES["llama"].folder, context=64, batch=4).kv_cache
+    assert "rounded up     4 x 256 tokens: cache and programs are made for powers of two" in str(plan)
+    large = ji.memory_plan(SHAPES / "llama-3-8b", batch=4, context=4096)
+    assert large.rounded == (4, 4096)
+    assert "rounded up" not in str(large)
+
+
 def test_a_draft_adds_its_weights_and_its_cache():
     target, draft = FAMILIES["llama"].folder, FAMILIES["qwen3"].folder
     alone, other = (ji.memory_plan(folder, context=60, batch=2) for folder in (target, draft))
@@ -187,7 +215,7 @@ def test_temporaries_are_those_that_xla_says(name: str, rows: int, tokens: int):
     folder = FAMILIES[name].folder
     config = ji.inspect(folder).config
     params = abstract_params(folder, config, Storage(jnp.dtype(jnp.float32)), target_for(None))
-    work = Work.of(rows, tokens, "cpu")
+    work = Work.of(rows, tokens, Limits.default("cpu"))
     whole = compiled(config, params, work, jnp.dtype(jnp.float32), num_layers=config.num_layers)
     formula = estimate(config, params, jnp.dtype(jnp.float32), work, "cpu")
     assert formula.prefill == pytest.approx(whole.prefill, rel=0.12)
@@ -203,7 +231,7 @@ def test_programs_of_few_layers_stand_for_those_of_many():
     config = dataclasses.replace(config, layers=config.layers * 2)
     assert representative_layers(config, params) == [0, 1]
     assert config.num_layers == 4
-    work = Work.of(1, 60, "cpu")
+    work = Work.of(1, 60, Limits.default("cpu"))
     few = compiled(config, params, work, jnp.dtype(jnp.float32))
     all_of_them = compiled(config, params, work, jnp.dtype(jnp.float32), num_layers=config.num_layers)
     assert few.prefill == pytest.approx(all_of_them.prefill, rel=0.02)
@@ -295,11 +323,22 @@ def test_amounts_of_memory(text: str | int, size: int):
         ({"batch": 0}, "batch=0; expected 1 to"),
         ({"quantize": "int4", "packed": True}, "pass one of them"),
         ({"kv_dtype": "int3"}, "kv_dtype='int3'"),
+        (
+            {"kv_dtype": "tiered", "compile": True},
+            "kv_dtype='tiered:1024,4096': tiers are planned without draft",
+        ),
+        ({"kv_dtype": "tiered", "draft": FAMILIES["llama"].folder}, "tiers are planned without draft"),
+        ({"context": "8k"}, "context='8k'; expected 1 to"),
+        ({"context": 60.0}, "context=60.0; expected 1 to"),
+        ({"batch": True}, "batch=True; expected 1 to 65536"),
+        ({"num_drafted": 2.5, "draft": FAMILIES["llama"].folder}, "num_drafted is 2.5; a draft proposes 1 to 15"),
+        ({"gpu_memory": 24}, "gpu_memory=24 is a GPU of 24 bytes; write a size with its unit: 24GiB"),
     ],
 )
 def test_bad_requests_are_refused(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        ji.memory_plan(FAMILIES["llama"].folder, **arguments)
+        # Without the tests' own checks of types, which would be first.
+        inspect.unwrap(ji.memory_plan)(FAMILIES["llama"].folder, **arguments)
 
 
 # --- How it is shown
@@ -326,4 +365,8 @@ def test_plan_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
     picture_in_a_notebook = expected._repr_png_()
     assert picture_in_a_notebook is not None
     assert picture_in_a_notebook.startswith(b"\x89PNG")
+    assert facts["rounded"] == [1, 256]
     assert jaxinfer.cli.main(["plan", folder, "--batch", "0"]) == 2
+    capsys.readouterr()
+    assert jaxinfer.cli.main(["plan", str(SHAPES / "llama-3-8b"), "--gpu-memory", "12GiB", "--context", "128"]) == 1
+    assert ": does not fit\n" in capsys.readouterr().out

@@ -1,7 +1,8 @@
 """The command line: `jaxinfer COMMAND`, the commands being those of `_COMMANDS`.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 success, 2 bad input (one line says
-what and how to mend it), 130 interrupted, 1 anything else. JAX is imported when a command is run, not before.
+what and how to mend it), 130 interrupted, 1 anything else, `plan` of what does not fit included. JAX is imported when a
+command is run, not before.
 """
 
 import argparse
@@ -29,7 +30,8 @@ _COMMANDS = {
     "pull": "fetch a model into the cache and print its path",
     "bench": "serve a workload with the engine and print latencies, rates and memory use",
     "spec-bench": "measure what a draft gains on some prompts: speed-up, acceptance by position, time of a step",
-    "plan": "print what memory a model, its cache and its programs will take, and what would fit; reads no weights",
+    "plan": "print what memory a model, its cache and its programs will take, and what would fit (exit code 1 if it "
+    "does not); reads no weights",
     "sensitivity": "measure what each weight's precision costs, and propose the plan of least loss in a given room",
     "info": "print a model's configuration, size, memory and tokenizer, and whether its tensors fit; reads no weights",
 }

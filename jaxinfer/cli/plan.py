@@ -11,7 +11,7 @@ from jaxinfer.speculative.ngram import check_k
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the plan as text or JSON. Exit code 0 whether it fits or not: that is an answer too."""
+    """Prints the plan as text or JSON. Exit code 1 if it does not fit, so that a script can ask."""
     check_picture("--chart", options.chart)
     if options.draft is not None:
         check_k(options.k, "--draft")
@@ -29,6 +29,6 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.chart is not None:
         plan.plot(options.chart)
-    facts = dataclasses.asdict(plan) | {"peak": plan.peak, "fits": plan.fits}
+    facts = dataclasses.asdict(plan) | {"rounded": plan.rounded, "peak": plan.peak, "fits": plan.fits}
     print(json_line(facts) if options.json else plan)
-    return 0
+    return 0 if plan.fits else 1

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxinfer import kv_cache
-from jaxinfer.batch import PAGE_SIZE, pages_for, pool_pages
+from jaxinfer import kv_cache, tiers
+from jaxinfer.batch import PAGE_SIZE, Limits, bucket, pages_for, pool_pages
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.model import dtype_with_copy, inspect
@@ -28,6 +28,9 @@ from jaxinfer.planning.weights import (
 from jaxinfer.prefill_copy import copied_bytes
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.speculative.ngram import MAX_DRAFTED
+from jaxinfer.tier_pages import TierRules
+from jaxinfer.tiered_batch import pools_for, tiered_limits
+from jaxinfer.tiers import KVCache, TieredKV
 
 if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,9 +60,9 @@ class MemoryPlan:
     """By precision; empty without a draft."""
     kv_dtype: str
     kv_bytes_per_token: int
-    """Of all layers, the draft's included."""
+    """Of all layers, the draft's included. Of a tiered cache, its bytes for each of the tokens it has room for."""
     kv_cache: int
-    """With the batch and the context rounded up to powers of two, as `generate` does."""
+    """With room for `rounded`."""
     prefill: int
     """Activations of the largest call that prompts are computed in."""
     decode: int
@@ -87,6 +90,11 @@ class MemoryPlan:
         """The most that is in use at any moment, from loading to the last token."""
         running = self.kv_cache + max(self.logits + max(self.prefill, self.decode), self.compiling)
         return self.total_weights + max(running, self.loading)
+
+    @property
+    def rounded(self) -> tuple[int, int]:
+        """Rows and tokens that cache and programs are made for: powers of two, so that there are few programs."""
+        return bucket(self.batch), pages_for(self.context) * PAGE_SIZE
 
     @property
     def fits(self) -> bool:
@@ -130,7 +138,7 @@ def memory_plan(
     dtype: jnp.dtype | type | str | None = None,
     quantize: Plan | str | os.PathLike[str] | None = None,
     packed: bool | None = None,
-    kv_dtype: jnp.dtype | type | str | None = None,
+    kv_dtype: jnp.dtype | type | str | TieredKV | None = None,
     prefill_dtype: jnp.dtype | type | str | None = None,
     draft: str | os.PathLike[str] | None = None,
     num_drafted: int = 4,
@@ -146,9 +154,10 @@ def memory_plan(
     `random_weights` plans for the random codes that it makes for benchmarks. `draft` is a smaller model that drafts
     `num_drafted` tokens a step.
 
-    Weights and cache are counted by the functions that allocate them, and exact. Activations and other temporaries
-    come from a formula (within a tenth or so); `compile` asks XLA instead, which takes some seconds and is for this
-    process's device.
+    Weights and cache are counted by the functions that allocate them, and exact; what `generate` rounds up is
+    (`MemoryPlan.rounded`). Activations and other temporaries come from a formula (within a tenth or so, but for the
+    decode step of a tiered cache, which takes more); `compile` asks XLA instead, which takes some seconds and is for
+    this process's device.
 
     Raises ValueError or CheckpointError as `load` does, and for sizes that make no sense.
     """
@@ -160,8 +169,9 @@ def memory_plan(
     if dtype is None and prefill_dtype is None:
         dtype = target.default_dtype
     weights_dtype = dtype_with_copy(dtype, prefill_dtype)
-    cache_dtype = weights_dtype if kv_dtype is None else kv_dtype
-    kv_cache.format_for(cache_dtype)
+    cache_dtype = weights_dtype if kv_dtype is None else tiers.resolve(kv_dtype)
+    if isinstance(cache_dtype, TieredKV) and (compile or draft is not None):
+        raise ValueError(f"kv_dtype={str(cache_dtype)!r}: tiers are planned without draft, and by the formula")
     found = inspect(path_or_name, progress=progress)
     config = found.config
     context = config.max_position_embeddings if context is None else context
@@ -175,10 +185,10 @@ def memory_plan(
     if prefill_dtype is not None:
         prompts = prompt_params(params, config, weights_dtype)
         weights[f"{weights_dtype}, a copy for prompts"] = copied_bytes(params, config, weights_dtype)
-    models = [Loaded(config, params, jnp.dtype(cache_dtype))]
+    models = [Loaded(config, params, weights_dtype, cache_dtype)]
     if draft is not None:
-        if not 1 <= num_drafted <= MAX_DRAFTED:
-            raise ValueError(f"num_drafted is {num_drafted}; a draft proposes 1 to {MAX_DRAFTED} tokens")
+        if not _is_whole(num_drafted) or not 1 <= num_drafted <= MAX_DRAFTED:
+            raise ValueError(f"num_drafted is {num_drafted!r}; a draft proposes 1 to {MAX_DRAFTED} tokens")
         other = inspect(draft, progress=progress)
         if other.config.num_tokens != config.num_tokens:
             raise ValueError(
@@ -186,26 +196,37 @@ def memory_plan(
                 f"{config.num_tokens}; a draft needs the same ones"
             )
         outline = abstract_params(other.path, other.config, Storage(weights_dtype), target)
-        models.append(Loaded(other.config, outline, weights_dtype))
+        models.append(Loaded(other.config, outline, weights_dtype, weights_dtype))
     spare = 0 if draft is None else num_drafted
     loading = max(loading_bytes(model.params, storage, random_weights) for model in models)
 
     draft_weights = {} if draft is None else bytes_by_precision(models[1].params)
     all_weights = sum(weights.values()) + sum(draft_weights.values())
 
+    limits = Limits.default(target.backend)
+    if isinstance(cache_dtype, TieredKV):
+        limits = tiered_limits(limits)
+
     def temporaries(rows: int, tokens: int) -> Temporaries:
-        return estimate(config, prompts, weights_dtype, Work.of(rows, tokens, target.backend), target.backend)
+        return estimate(config, prompts, weights_dtype, Work.of(rows, tokens, limits), target.backend)
 
     def fits(rows: int, tokens: int) -> bool:
-        cache = _cache_bytes(models, rows, tokens, spare)
+        cache = _cache_bytes(models, rows, tokens, spare, limits)
         return _fits(target.capacity, all_weights, cache, all_weights + cache + temporaries(rows, tokens).most)
 
-    work = Work.of(batch, context, target.backend)
-    chosen = (
-        compiled(config, params, work, jnp.dtype(cache_dtype), prompts=prompts)
-        if compile
-        else temporaries(batch, context)
-    )
+    work = Work.of(batch, context, limits)
+    chosen = temporaries(batch, context)
+    if compile and not isinstance(cache_dtype, TieredKV):
+        chosen = compiled(config, params, work, cache_dtype, prompts=prompts)
+    cache_bytes = _cache_bytes(models, batch, context, spare, limits)
+    if isinstance(cache_dtype, TieredKV):
+        per_token = -(-cache_bytes // (bucket(batch) * pages_for(context) * PAGE_SIZE))
+    else:
+        per_token = sum(
+            kv_cache.bytes_per_token(model.config, model.cache_dtype)
+            for model in models
+            if not isinstance(model.cache_dtype, TieredKV)
+        )
     return MemoryPlan(
         model=os.fspath(path_or_name),
         device=target.name,
@@ -214,9 +235,9 @@ def memory_plan(
         context=context,
         weights=weights,
         draft_weights=draft_weights,
-        kv_dtype=jnp.dtype(cache_dtype).name,
-        kv_bytes_per_token=sum(kv_cache.bytes_per_token(model.config, model.cache_dtype) for model in models),
-        kv_cache=_cache_bytes(models, batch, context, spare),
+        kv_dtype=str(cache_dtype),
+        kv_bytes_per_token=per_token,
+        kv_cache=cache_bytes,
         prefill=chosen.prefill,
         decode=chosen.decode,
         logits=chosen.logits,
@@ -234,25 +255,31 @@ class Loaded:
 
     config: ModelConfig
     params: Params
-    cache_dtype: jnp.dtype
+    dtype: jnp.dtype
+    cache_dtype: jnp.dtype | TieredKV
 
 
-def _check_sizes(config: ModelConfig, context: int, batch: int) -> None:
-    if not 1 <= context <= config.max_position_embeddings:
-        raise ValueError(f"context={context}; expected 1 to {config.max_position_embeddings}, the model's own")
-    if not 1 <= batch <= MOST_ROWS:
-        raise ValueError(f"batch={batch}; expected 1 to {MOST_ROWS}")
+def _is_whole(value: object) -> typing.TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _cache_bytes(models: Iterable[Loaded], rows: int, tokens: int, spare_tokens: int) -> int:
+def _check_sizes(config: ModelConfig, context: object, batch: object) -> None:
+    if not _is_whole(context) or not 1 <= context <= config.max_position_embeddings:
+        raise ValueError(f"context={context!r}; expected 1 to {config.max_position_embeddings}, the model's own")
+    if not _is_whole(batch) or not 1 <= batch <= MOST_ROWS:
+        raise ValueError(f"batch={batch!r}; expected 1 to {MOST_ROWS}")
+
+
+def _cache_bytes(models: Iterable[Loaded], rows: int, tokens: int, spare_tokens: int, limits: Limits) -> int:
     """Bytes of the pools that `generate` makes."""
-    pages = pool_pages(rows, tokens, spare_tokens)
-    return sum(
-        num_bytes(
-            jax.eval_shape(lambda model=model: kv_cache.create(model.config, pages, PAGE_SIZE, model.cache_dtype))
-        )
-        for model in models
-    )
+
+    def allocate(model: Loaded) -> KVCache:
+        if isinstance(model.cache_dtype, TieredKV):
+            rules = TierRules.of(model.config, model.cache_dtype, PAGE_SIZE)
+            return tiers.create(model.config, pools_for(rules, rows, tokens, limits), PAGE_SIZE, model.dtype)
+        return kv_cache.create(model.config, pool_pages(rows, tokens, spare_tokens), PAGE_SIZE, model.cache_dtype)
+
+    return sum(num_bytes(jax.eval_shape(lambda model=model: allocate(model))) for model in models)
 
 
 def _compiling_bytes(config: ModelConfig, dtype: jnp.dtype, work: Work, target: Target) -> int:
@@ -305,6 +332,9 @@ def _lines(plan: MemoryPlan) -> Iterable[str]:
     yield f"prefill        {gib(plan.prefill)} of activations, by the {plan.temporaries_from}"
     yield f"decode         {gib(plan.decode)} of temporaries"
     yield f"KV per token   {plan.kv_bytes_per_token:,} bytes"
+    if plan.rounded != (plan.batch, plan.context):
+        rows, tokens = plan.rounded
+        yield f"rounded up     {rows:,} x {tokens:,} tokens: cache and programs are made for powers of two"
     batch = "none" if plan.largest_batch is None else f"{plan.largest_batch:,}"
     yield f"largest batch  {batch} at {plan.context:,} tokens"
     context = "none" if plan.longest_context is None else f"{plan.longest_context:,} tokens"

@@ -43,8 +43,7 @@ class Work:
     decode_steps: int
 
     @classmethod
-    def of(cls, rows: int, context: int, backend: str) -> "Work":
-        limits = Limits.default(backend)
+    def of(cls, rows: int, context: int, limits: Limits) -> "Work":
         most = min(rows, max(1, limits.prefill_tokens // MIN_PREFILL))  # no call has more rows
         group = plan_prefill([context] * most, limits)[0]
         return cls(
