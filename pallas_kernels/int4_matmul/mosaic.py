@@ -67,7 +67,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     for d in range(schedule.depth):
         stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
     w.warp_barrier()
-    x.prepare(*([] if a.weights.book is None else [Book(w, a.weights.book)]))
+    x.prepare(*([] if a.weights.book is None else [Book(w, a.weights.book, as_bytes=schedule.digits)]))
     nothing = [w.number(0.0)] * 4
 
     def turn(index: Any, carry: Any) -> Any:

@@ -80,12 +80,12 @@ class Digits:
     def __init__(self, w: Any, plan: Plan, tokens: "Tokens"):
         self.w, self.plan = w, plan
         self.code_bias = 0.0 if plan.bits == 4 else -128.0
+        self._book: Book | None = None
         self._tokens = tokens
         self._segments = segments_of(plan)
 
     def prepare(self, book: Book | None = None) -> None:
-        assert book is None, "numbers of a book are no bytes"
-        w, self._words = self.w, self._tokens.words()
+        w, self._book, self._words = self.w, book, self._tokens.words()
         largest = [self._largest(b) for b in range(self.plan.token_blocks)]
         factors = [w.factor_to_integers(bits) for bits in largest]
         # [tile][step][token block]: three words of four bytes.
@@ -117,10 +117,13 @@ class Digits:
         return self._multiplied(self._segments[segment], lambda t, s: self._operand(pieces[t], s))
 
     def _operand(self, words: Sequence[Any], step: int) -> Sequence[Any]:
-        return words[2 * step : 2 * step + 2] if self.plan.bits == 8 else self.w.code_bytes(words[step])
+        if self.plan.bits == 8:
+            return words[2 * step : 2 * step + 2]
+        return (self.w.code_bytes if self._book is None else self._book.code_bytes)(words[step])
 
     def _multiplied(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
         w, blocks = self.w, range(self.plan.token_blocks)
+        signed = self.plan.bits == 8 or self._book is not None
         chains = [[[w.integer(MAGIC)] * 4 for _ in range(3)] for _ in blocks]
         pair = 2 if len(steps) > 1 else 1
         for i in range(0, len(steps), pair):
@@ -129,7 +132,7 @@ class Digits:
             for b in blocks:
                 digits = [self._digits[t][s][b] for t, s in taken]
                 chains[b] = [
-                    w.mma_bytes(chain, codes, [words[d] for words in digits], signed=(self.plan.bits == 8, d == 2))
+                    w.mma_bytes(chain, codes, [words[d] for words in digits], signed=(signed, d == 2))
                     for d, chain in enumerate(chains[b])
                 ]
         return [[self._number(chain, e) for e in range(4)] for chain in chains]
@@ -140,9 +143,12 @@ class Digits:
 
     def finished(self, totals: Sums) -> Sums:
         """Back to the scale of x."""
+        back = self._back
+        if self._book is not None:
+            back = [[factor * self._book.unit for factor in factors] for factors in back]
         return [
-            [total * factor[e % 2] for e, total in enumerate(block)]
-            for block, factor in zip(totals, self._back, strict=True)
+            [total * factors[e % 2] for e, total in enumerate(block)]
+            for block, factors in zip(totals, back, strict=True)
         ]
 
 
