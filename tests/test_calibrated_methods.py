@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
 from jaxinfer.quantization.awq import STEPS, clip_and_round, scale_candidates, scaled_losses
-from jaxinfer.quantization.gptq import codes_in_order, compensated_rounding, error_propagation
+from jaxinfer.quantization.gptq import Grid, codes_in_order, compensated_int8, compensated_rounding, error_propagation
 from jaxinfer.quantization.moments import output_errors, values_of
 from jaxinfer.quantization.rtn import CLIP_RATIOS, round_to_nearest
 from jaxinfer.quantization.scaled import scale_outputs
@@ -167,12 +167,26 @@ def test_gptq_is_the_slow_definition(width: int) -> None:
     grid = round_to_nearest(jnp.asarray(weight), **KIND)
     order = np.argsort(-np.diagonal(moments), kind="stable").astype(np.int32)
     propagation = error_propagation(jnp.asarray(moments), jnp.asarray(order), 0.01)
-    found = codes_in_order(jnp.asarray(weight), grid, propagation, jnp.asarray(order), bits=4)
+    assert grid.offsets is not None
+    scales, zeros = grid.scales.astype(jnp.float32), grid.offsets.astype(jnp.float32)
+    found = codes_in_order(jnp.asarray(weight), Grid(scales, zeros, GROUP, 0, 15), jnp.asarray(moments), 0.01)
     damped = moments.astype(np.float64) + 0.01 * np.diagonal(moments).mean() * np.eye(width)
     expected = slow_codes(weight, grid, damped, order)
     assert (np.asarray(found) == expected).mean() > 0.995
     inverse = np.linalg.inv(damped[np.ix_(order, order)])
     np.testing.assert_allclose(np.asarray(propagation).T @ propagation, inverse, rtol=1e-2, atol=1e-3 * inverse.max())
+
+
+def test_int8_on_the_same_scales() -> None:
+    """No output errs more than by rounding, all together clearly less."""
+    found, plain = (
+        compensated_int8(jnp.asarray(WEIGHT), jnp.asarray(MOMENTS)),
+        scale_outputs(jnp.asarray(WEIGHT), dtype="int8"),
+    )
+    errors, by_rounding = (output_errors(values_of(w) - WEIGHT, jnp.asarray(MOMENTS)) for w in (found, plain))
+    assert (errors <= by_rounding * 1.001).all() and errors.sum() < 0.7 * by_rounding.sum()
+    assert found.codes.dtype == jnp.int8 and int(jnp.abs(found.codes.astype(jnp.int32)).max()) == 127
+    np.testing.assert_array_equal(found.scales, plain.scales)
 
 
 def test_inputs_that_are_always_zero() -> None:

@@ -135,7 +135,7 @@ def test_only_a_rule_that_says_lm_head_names_the_head() -> None:
     [
         ({"bits": 8, "group_size": 64}, "8 bits have no groups and no zeros: leave group_size and symmetric out"),
         ({"bits": 8, "symmetric": False}, "8 bits have no groups and no zeros"),
-        ({"bits": 8, "method": "hqq"}, "method is 'hqq'; expected rtn or fp8 with 8 bits"),
+        ({"bits": 8, "method": "hqq"}, "method is 'hqq'; expected rtn or fp8 or gptq with 8 bits"),
         ({"bits": 4, "method": "fp8"}, "method is 'fp8'; expected rtn or hqq or awq or gptq with 4 bits"),
         ({"bits": 16, "method": "fp8"}, "method is 'fp8'; expected rtn with 16 bits"),
     ],

@@ -6,13 +6,16 @@ those of neighbouring inputs all the same, their scales chosen beforehand, so th
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt8
 
+from jaxinfer.layers.weights import ScaledCodes
 from jaxinfer.quantization.awq import clip_and_round
 from jaxinfer.quantization.moments import better_rows
+from jaxinfer.quantization.scaled import scale_outputs
 from pallas_kernels.int4_matmul import PackedInt4, from_codes
 
 BLOCK = 128
@@ -38,10 +41,37 @@ def compensated_rounding(
     """
     weight = weight.astype(jnp.float32)
     start = clip_and_round(weight, moments, bits=bits, group_size=group_size, symmetric=symmetric)
-    order = jnp.argsort(-jnp.diagonal(moments), stable=True).astype(jnp.int32)
-    codes = codes_in_order(weight, start, error_propagation(moments, order, damping), order, bits=bits)
+    # A symmetric grid's codes of fewer bits lie around 8.
+    lowest = 8 - 2 ** (bits - 1) if start.offsets is None else 0
+    scales = start.scales.astype(jnp.float32)
+    zeros = jnp.full_like(scales, 8.0) if start.offsets is None else start.offsets.astype(jnp.float32)
+    codes = codes_in_order(weight, Grid(scales, zeros, group_size, lowest, lowest + 2**bits - 1), moments, damping)
     compensated = from_codes(codes, start.scales, start.offsets, group_size=group_size)
     return better_rows(compensated, start, weight, moments)
+
+
+@functools.partial(jax.jit, static_argnames="damping")
+def compensated_int8(
+    weight: Float[Array, "out in"], moments: Float[Array, "in in"], *, damping: float = DAMPING
+) -> ScaledCodes:
+    """Quantises a weight to int8 on the scales of `scale_outputs`; rows that come out worse than its are taken from
+    there. Deterministic."""
+    weight = weight.astype(jnp.float32)
+    start = scale_outputs(weight, dtype="int8")
+    scales = start.scales[:, None]
+    grid = Grid(scales, jnp.full_like(scales, 128.0), weight.shape[1], 1, 255)
+    codes = codes_in_order(weight, grid, moments, damping).astype(jnp.int32) - 128
+    return better_rows(ScaledCodes(codes.astype(jnp.int8), start.scales), start, weight, moments)
+
+
+class Grid(NamedTuple):
+    """The values that codes stand for: scale * (code - zero), codes from `lowest` to `highest`."""
+
+    scales: Float[Array, "out groups"]
+    zeros: Float[Array, "out groups"]
+    group_size: int
+    lowest: int
+    highest: int
 
 
 def error_propagation(
@@ -62,18 +92,12 @@ def error_propagation(
 
 
 def codes_in_order(
-    weight: Float[Array, "out in"],
-    grid: PackedInt4,
-    propagation: Float[Array, "in in"],
-    order: Int32[Array, " in"],
-    *,
-    bits: int,
+    weight: Float[Array, "out in"], grid: Grid, moments: Float[Array, "in in"], damping: float
 ) -> UInt8[Array, "out in"]:
-    """Codes on the scales and zeros of `grid`, canonical, inputs rounded in `order`."""
+    """Codes on a grid, inputs rounded in the order of their second moments, the largest first."""
     out_features, in_features = weight.shape
-    # A symmetric grid's codes of fewer bits lie around 8.
-    lowest = 8 - 2 ** (bits - 1) if grid.offsets is None else 0
-    highest = lowest + 2**bits - 1
+    order = jnp.argsort(-jnp.diagonal(moments), stable=True).astype(jnp.int32)
+    propagation = error_propagation(moments, order, damping)
     groups = order // grid.group_size
     block = min(BLOCK, in_features)
     missing = -in_features % block
@@ -82,8 +106,7 @@ def codes_in_order(
     groups = jnp.pad(groups, (0, missing))
     propagation = jnp.pad(propagation, ((0, missing), (0, missing)))
     propagation = propagation + jnp.diag((jnp.arange(in_features + missing) >= in_features).astype(jnp.float32))
-    scales = grid.scales.astype(jnp.float32)
-    zeros = jnp.full_like(scales, 8.0) if grid.offsets is None else grid.offsets.astype(jnp.float32)
+    scales, zeros = grid.scales, grid.zeros
 
     def one_block(remaining: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
         own = jax.lax.dynamic_slice_in_dim(remaining, first, block, axis=1)
@@ -94,7 +117,7 @@ def codes_in_order(
             own, codes, errors = state
             column = jax.lax.dynamic_index_in_dim(own, index, axis=1, keepdims=False)
             scale, zero = scales[:, own_groups[index]], zeros[:, own_groups[index]]
-            code = jnp.clip(jnp.round(column / scale + zero), lowest, highest)
+            code = jnp.clip(jnp.round(column / scale + zero), grid.lowest, grid.highest)
             error = (column - scale * (code - zero)) / triangle[index, index]
             own = own - error[:, None] * triangle[index][None, :]  # rounded ones change too, and are not read again
             codes = jax.lax.dynamic_update_index_in_dim(codes, code.astype(jnp.uint8), index, axis=1)

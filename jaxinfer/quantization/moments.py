@@ -36,10 +36,14 @@ def values_of(weight: HostWeight | DeviceWeight) -> Float[Array, "out in"]:
             return jnp.asarray(weight).astype(jnp.float32)
 
 
-def better_rows(
-    first: PackedInt4, second: PackedInt4, weight: Float[Array, "out in"], moments: Float[Array, "in in"]
-) -> PackedInt4:
+def better_rows[Codes: (PackedInt4, ScaledCodes)](
+    first: Codes, second: Codes, weight: Float[Array, "out in"], moments: Float[Array, "in in"]
+) -> Codes:
     """Of two packings of one kind each output's better row, the first's if they are equal."""
-    errors = [output_errors(dequantize(packed) - weight, moments) for packed in (first, second)]
-    take_second = (errors[1] < errors[0])[:, None]
-    return jax.tree.map(lambda a, b: jnp.where(take_second, b, a), first, second)
+    errors = [output_errors(values_of(packed) - weight, moments) for packed in (first, second)]
+    take_second = errors[1] < errors[0]
+
+    def chosen(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(take_second.reshape(-1, *[1] * (a.ndim - 1)), b, a)
+
+    return jax.tree.map(chosen, first, second)

@@ -6,7 +6,7 @@
     [[rules]]
     weights = "lm_head"                       # the head; only a rule that writes this name means it, a "*" does not
     bits = 8                                  # one scale an output: no group_size, always symmetric
-    method = "rtn"                            # int8; or "fp8", float8_e4m3fn
+    method = "rtn"                            # int8, as "gptq"; or "fp8", float8_e4m3fn
     [[rules]]
     weights = "*"
     bits = 4                                  # 2, 3 or 4
@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _SMALL = ("rtn", "hqq", "awq", "gptq")
-_METHODS = {2: _SMALL, 3: _SMALL, 4: _SMALL, 8: ("rtn", "fp8"), 16: ("rtn",)}
+_METHODS = {2: _SMALL, 3: _SMALL, 4: _SMALL, 8: ("rtn", "fp8", "gptq"), 16: ("rtn",)}
 """By number of bits."""
 
 CALIBRATED = ("awq", "gptq")
@@ -59,7 +59,7 @@ class Precision:
     scales inputs and clips ranges, "gptq" makes up for each input's rounding in those that follow.
 
     With 8 bits there is one scale an output, of its largest weight, and zero is zero: `group_size` stays None. "rtn"
-    is int8, "fp8" is float8_e4m3fn, whose steps are finer near zero and coarser above.
+    and "gptq" are int8, "fp8" is float8_e4m3fn, whose steps are finer near zero and coarser above.
     """
 
     bits: int = 4
@@ -92,7 +92,7 @@ class Precision:
         if self.bits == 16:
             return "16 bits"
         if self.bits == 8:
-            return "fp8" if self.method == "fp8" else "int8"
+            return {"fp8": "fp8", "rtn": "int8"}.get(self.method, f"int8 {self.method}")
         return f"int{self.bits} g{self.group_size}{' symmetric' if self.symmetric else ''} {self.method}"
 
     def promoted(self) -> "Precision":

@@ -10,7 +10,7 @@ from jaxinfer.layers.weights import ScaledCodes, StackedOutputs
 from jaxinfer.packed_runs import aligned_empty
 from jaxinfer.packed_weights import HostWeight
 from jaxinfer.quantization.awq import clip_and_round
-from jaxinfer.quantization.gptq import compensated_rounding
+from jaxinfer.quantization.gptq import compensated_int8, compensated_rounding
 from jaxinfer.quantization.hqq import half_quadratic
 from jaxinfer.quantization.plan import CALIBRATED, Plan, Precision
 from jaxinfer.quantization.rtn import round_to_nearest
@@ -28,13 +28,15 @@ def quantize_weight(
     `moments` are the second moments of its inputs, which calibrated methods need; AWQ's scales are in the weight
     already.
     """
+    if precision.method in CALIBRATED and moments is None:
+        raise ValueError(f"method {precision.method} needs calibration: use jaxinfer.quantize(path, plan)")
     if precision.bits == 8:
+        if moments is not None and precision.method == "gptq":
+            return compensated_int8(weight, moments)
         return scale_outputs(weight, dtype="float8_e4m3fn" if precision.method == "fp8" else "int8")
     assert precision.group_size is not None and precision.symmetric is not None
     codes = {"bits": precision.bits, "group_size": precision.group_size, "symmetric": precision.symmetric}
-    if precision.method in CALIBRATED:
-        if moments is None:
-            raise ValueError(f"method {precision.method} needs calibration: use jaxinfer.quantize(path, plan)")
+    if moments is not None and precision.method in CALIBRATED:
         method = clip_and_round if precision.method == "awq" else compensated_rounding
         return method(weight, moments, **codes)
     if precision.method == "hqq":
