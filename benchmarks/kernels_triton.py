@@ -1,4 +1,4 @@
-"""Checks and times the Triton kernels by CUPTI: the INT4 product and paged attention.
+"""Checks and times the Triton kernels by CUPTI: the packed product and paged attention.
 
     python -m benchmarks.kernels_triton                  # every case, until --seconds (75) are over
     python -m benchmarks.kernels_triton int4_matmul      # the cases whose name contains the word
@@ -25,7 +25,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.attention_workload import REPEATS, Shape, Workload, flushed_calls
 from benchmarks.harness import RESULTS, Recorder, read_rate
-from pallas_kernels.int4_matmul import PackedInt4, dequantize, triton_matmul, triton_tuning
+from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, dequantize, triton_matmul, triton_tuning
 from pallas_kernels.paged_attention import reference, triton_attention
 from pallas_kernels.paged_attention.triton_attention import Schedule as Tiling
 from pallas_kernels.triton_backend import refusal
@@ -38,13 +38,15 @@ UP, DOWN = (4096, 14336), (14336, 4096)
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """x[m, k] times a weight [n, k] in groups of 128 with zero points."""
+    """x[m, k] times a weight [n, k] in groups of 128 with zero points, or with a code book."""
 
     m: int
     k: int
     n: int
     predicted_us: float
     schedule: triton_tuning.Schedule | None = None  # None: what tuning chooses
+    bits: int = 4
+    book: bool = False
 
     @property
     def record(self) -> dict[str, object]:
@@ -57,8 +59,9 @@ class Product:
             "k": self.k,
             "n": self.n,
             "group": 128,
-            "zero": "zero_point",
+            "zero": "code_book" if self.book else "zero_point",
             "schedule": chosen,
+            **({} if self.bits == 4 else {"bits": self.bits}),
         }
 
 
@@ -104,6 +107,10 @@ CASES: list[Product | Attention] = [
     Product(8, 4096, 4096, 6.3),
     Attention(Shape(64, 2048, ragged=True), 88.0),
     Product(32, *UP, 18.0),
+    Product(8, *UP, 22.0, bits=8),
+    Product(1, *UP, 22.0, bits=8),
+    Product(8, *UP, 30.0, book=True),
+    Product(64, *UP, 36.0, bits=8),
     Product(256, *UP, 95.0),
     Product(1024, *UP, 230.0),
     Product(8, *UP, 11.5, dataclasses.replace(DOT8, splits=2)),
@@ -111,21 +118,26 @@ CASES: list[Product | Attention] = [
 ]
 
 
-def random_weight(seed: jax.Array, k: int, n: int) -> PackedInt4:
+def random_weight(seed: jax.Array, k: int, n: int, bits: int, book: bool) -> Packed:
     """A weight of the triton layout: any bits are valid codes."""
     codes_key, scales_key, offsets_key = jax.random.split(jax.random.key(seed), 3)
-    words = jax.random.bits(codes_key, (n // 16, k // 128, 16, 32), jnp.uint16)
+    words = jax.random.bits(codes_key, (n // 16, k * bits // 512, 16, 32), jnp.uint16)
+    codes = jax.lax.bitcast_convert_type(words, jnp.int16)
     shape = (k // 128, n)
     scales = jax.random.uniform(scales_key, shape, jnp.float32, 0.5, 1.5).astype(BF16)
-    offsets = jax.random.randint(offsets_key, shape, 0, 16, jnp.int32).astype(jnp.uint8)
-    return PackedInt4(jax.lax.bitcast_convert_type(words, jnp.int16), scales, offsets, None, (n, k), 128, "triton")
+    if book:
+        return PackedInt4(codes, scales, None, jnp.linspace(-1, 1, 16) ** 3, (n, k), 128, "triton")
+    offsets = jax.random.randint(offsets_key, shape, 0, 2**bits, jnp.int32).astype(jnp.uint8)
+    if bits == 8:
+        return PackedInt8(codes, scales, offsets, (n, k), 128, "triton")
+    return PackedInt4(codes, scales, offsets, None, (n, k), 128, "triton")
 
 
 @functools.cache
-def weights_of(k: int, n: int) -> list[PackedInt4]:
+def weights_of(k: int, n: int, bits: int, book: bool) -> list[Packed]:
     """As many weights as it takes to pass the L2 cache."""
-    make = jax.jit(functools.partial(random_weight, k=k, n=n))
-    return [make(seed) for seed in range(max(2, -(-ROTATED_BYTES // (n * k // 2))))]
+    make = jax.jit(functools.partial(random_weight, k=k, n=n, bits=bits, book=book))
+    return [make(seed) for seed in range(max(2, -(-ROTATED_BYTES // (n * k * bits // 8))))]
 
 
 def kernels_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[str, float]]:
@@ -138,11 +150,11 @@ def kernels_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list
 
 def time_product(recorder: Recorder, rate: float, case: Product) -> None:
     """Our kernel, and what XLA adds to it (the sum of splits; for many rows the product) per call."""
-    weights = weights_of(case.k, case.n)
+    weights = weights_of(case.k, case.n, case.bits, case.book)
     x = jax.random.normal(jax.random.key(99), (case.m, case.k), BF16)
 
     @jax.jit  # traced and lowered once, however often the timed function calls it
-    def product(w: PackedInt4, x: jax.Array) -> jax.Array:
+    def product(w: Packed, x: jax.Array) -> jax.Array:
         return triton_matmul.int4_matmul(x, w, out_dtype=BF16, schedule=case.schedule)
 
     expected = jax.jit(lambda x, w: jnp.dot(x.astype(jnp.float32), dequantize(w).T, precision="highest"))(x, weights[0])
@@ -159,7 +171,7 @@ def time_product(recorder: Recorder, rate: float, case: Product) -> None:
     if not ours:
         raise RuntimeError(f"CUPTI saw no int4 kernel among {sorted({name for name, _ in kernels})}")
     others = (sum(us for _, us in kernels) - sum(ours)) / len(ours)
-    report(recorder, rate, case, statistics.median(ours), others, case.k * case.n / 2)
+    report(recorder, rate, case, statistics.median(ours), others, case.k * case.n * case.bits / 8)
 
 
 def time_attention(recorder: Recorder, rate: float, case: Attention) -> None:

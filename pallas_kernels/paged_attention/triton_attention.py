@@ -160,16 +160,17 @@ def paged_attention(
         ASM=True,
         **sizes,
     )
+    block_d, block_s = _power_of_two(head_dim), _power_of_two(schedule.splits)
     out, lse = triton_backend.call(
         triton_kernels.paged_attention_merge,
         *(partial, maximum, total, total if sinks is None else sinks.astype(jnp.float32)),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],
         grid=(batch * kv_heads, rows),
-        num_warps=4,
+        num_warps=max(1, block_s * block_d // 2048),  # one as long as it holds all, so that none waits for another
         num_stages=1,
         SINKS=sinks is not None,
-        BLOCK_D=_power_of_two(head_dim),
-        BLOCK_S=_power_of_two(schedule.splits),
+        BLOCK_D=block_d,
+        BLOCK_S=block_s,
         **sizes,
     )
     return out, lse

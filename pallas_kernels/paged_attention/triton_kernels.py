@@ -240,9 +240,10 @@ def paged_attention_merge(
         sink = tl.load(sinks_ptr + head) * LOG2_E
     peak = tl.maximum(tl.max(maximum, 0), sink)
     weight = tl.exp2(maximum - peak)
-    # A split that saw no key has written no values.
-    mask = (total > 0.0)[:, None] & (d < HEAD_DIM)[None, :]
+    # A split that saw no key has written no values; what is there is read without waiting to know.
+    mask = (split < SPLITS)[:, None] & (d < HEAD_DIM)[None, :]
     values = tl.load(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+    values = tl.where((total > 0.0)[:, None], values, 0.0)
     out = tl.sum(values * weight[:, None], 0)
     whole = tl.sum(total * weight, 0)
     if SINKS:
