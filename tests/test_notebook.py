@@ -70,5 +70,5 @@ def test_faster_runs(small_model: Model, monkeypatch: pytest.MonkeyPatch, capsys
     assert "2 of 2 outputs are those without a draft" in printed
     assert re.search(r"^  \d accepted +\d+% #+$", printed, re.MULTILINE), "the histogram of the report"
     assert re.search(r"^speculation +accepted by position", printed, re.MULTILINE), "the engine's metrics"
-    before, after = map(int, re.findall(r"(\d+) MB on the device, (\d+) MB", printed)[0])
+    before, after = map(float, re.findall(r"([\d.]+) MB on the device, ([\d.]+) MB", printed)[0])
     assert after < before
