@@ -3,20 +3,25 @@
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Hashable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int32
 
 from jaxinfer import kv_cache, steps
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import Params
+from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState, compile_chunk, decode_chunk, first_token
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta
 from jaxinfer.request import Request
 from jaxinfer.sampling_logprobs import Logprob, TokenLogprobs, logprob_tables
 from jaxinfer.sampling_state import SamplerVariant, build_sampling_state
-from jaxinfer.tiers import KVCache, PageTable, TierTables
+from jaxinfer.tiers import KVCache, PageTable, TieredKV, TierTables
 from pallas_kernels.paged_attention import reads_lengths
 
 PAGE_SIZE = 16
@@ -99,23 +104,40 @@ class Batch:
     """The device state of one batch: cache, page table, decode state. Row r owns pages 1 + r * width onwards."""
 
     def __init__(self, model: Model, requests: Sequence[Request], limits: Limits, *, spare_tokens: int = 0) -> None:
-        """Allocates the cache; every row has room for `spare_tokens` behind its last."""
+        """Every row has room for `spare_tokens` behind its last."""
         self.model, self.requests, self.limits = model, list(requests), limits
         self.size = bucket(len(requests))
         padding = self.size - len(requests)
         self.lengths = np.array([len(request.prompt) for request in requests] + [0] * padding, np.int32)
         self.max_tokens = np.array([request.max_tokens for request in requests] + [0] * padding, np.int32)
         self.context_lengths = self.lengths + np.maximum(self.max_tokens - 1, 0)
-        self.cache: KVCache = self._allocate(max(cache_tokens(request) for request in requests), spare_tokens)
+        self.pools = self._share_out(max(cache_tokens(request) for request in requests), spare_tokens)
+        """What tells a cache of this size from others."""
+        self._cache: KVCache | None = None
 
-    def _allocate(self, longest: int, spare_tokens: int) -> KVCache:
-        """A cache for rows of up to `longest` tokens, and the table that says which pages of it are whose."""
+    def _share_out(self, longest: int, spare_tokens: int) -> Hashable:
+        """Decides how large the cache is for rows of up to `longest` tokens, and which pages of it are whose."""
         width = pages_for(longest) + -(-spare_tokens // PAGE_SIZE)
         self.page_table = np.zeros((self.size, width), np.int32)
         for row in range(len(self.requests)):
             self.page_table[row] = 1 + row * width + np.arange(width)
         self._device_tables: dict[int, jax.Array] = {}
-        return kv_cache.create(self.model.config, 1 + self.size * width, PAGE_SIZE, self.model.cache_dtype)
+        self.num_pages = 1 + self.size * width
+        return self.num_pages, self.model.cache_dtype
+
+    def _allocate(self) -> KVCache:
+        return kv_cache.create(self.model.config, self.num_pages, PAGE_SIZE, self.model.cache_dtype)
+
+    @property
+    def cache(self) -> KVCache:
+        """The pages of all rows; allocated when they are first asked for."""
+        if self._cache is None:
+            self._cache = self._allocate()
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: KVCache) -> None:
+        self._cache = cache
 
     def _initial_state(self) -> tuple[DecodeState, SamplerVariant]:
         """The state of all rows before their first token."""
@@ -151,8 +173,7 @@ class Batch:
 
     def run(self) -> Iterator[Delta]:
         """Generates everything, yielding news of each request as soon as the host has it."""
-        pools = tuple((pool.shape, pool.dtype) for pool in jax.tree.leaves(self.cache))
-        shapes = (self.model.config, self.model.dtype, self.size, pools)
+        shapes = (self.model.config, self.model.dtype, self.size, self.pools)
         if shapes in _COMPILED:
             logits = self._prefill()
             # Built while the device is busy with the prompts.
@@ -183,7 +204,7 @@ class Batch:
             return
         compile_chunk(
             self.model.params,
-            self.cache,
+            jax.eval_shape(self._allocate),
             state,
             state.done,
             page_table,
@@ -254,6 +275,9 @@ class Batch:
         """Runs all prompts through the model; returns float32 logits [size, vocab] of their last tokens."""
         groups = plan_prefill([len(request.prompt) for request in self.requests], self.limits)
         if len(groups) == 1 and groups[0].rows == tuple(range(self.size)) and self.lengths.max() <= groups[0].chunk:
+            scored = any(request.params.prompt_logprobs is not None for request in self.requests)
+            if self._cache is None and not scored and not isinstance(self.model.kv_dtype, TieredKV):
+                return self._begin(groups[0].chunk)
             return self._prefill_chunk(groups[0], np.arange(self.size, dtype=np.int32), self.lengths, 0)
         whole = jnp.zeros((self.size, self.model.config.vocab_size), jnp.float32)
         for group in groups:
@@ -267,6 +291,24 @@ class Batch:
                 targets = np.where((here > 0) & (start + here == lengths), rows, self.size)
                 whole = _scatter_rows(whole, logits, jnp.asarray(targets.astype(np.int32)))
         return whole
+
+    def _begin(self, num_tokens: int) -> jax.Array:
+        """Allocates the cache and prefills all prompts, padded to `num_tokens`, in one call."""
+        table = self.page_table[:, : self._table_width(num_tokens)]
+        rows = np.zeros((self.size, num_tokens + 2 + table.shape[1]), np.int32)
+        for row, request in enumerate(self.requests):
+            rows[row, : len(request.prompt)] = request.prompt
+        rows[:, num_tokens], rows[:, num_tokens + 1] = self.lengths, self.context_lengths
+        rows[:, num_tokens + 2 :] = table
+        logits, self.cache = _begin(
+            self.model.prompt_params,
+            rows,
+            num_tokens=num_tokens,
+            num_pages=self.num_pages,
+            cache_dtype=self.model.cache_dtype,
+            config=self.model.config,
+        )
+        return logits
 
     def _prefill_chunk(self, group: PrefillGroup, rows: np.ndarray, lengths: np.ndarray, start: int) -> jax.Array:
         """One call of the prefill program for tokens `start` to `start + chunk` of a group's rows."""
@@ -306,6 +348,28 @@ class Batch:
             targets = request.prompt[start + 1 : start + 1 + group.chunk]
             own = jax.tree.map(lambda leaf, place=place: leaf[place], scores)
             request.prompt_tables += logprob_tables(targets, own, request.params.prompt_logprobs)
+
+
+@functools.partial(jax.jit, static_argnames=("num_tokens", "num_pages", "cache_dtype", "config"))
+def _begin(
+    params: Params,
+    rows: Int32[Array, "batch numbers"],
+    *,
+    num_tokens: int,
+    num_pages: int,
+    cache_dtype: jnp.dtype,
+    config: ModelConfig,
+) -> tuple[Float32[Array, "batch vocab"], PagedKVCache]:
+    """Logits of the last tokens of whole prompts, and a new cache that holds the prompts.
+
+    One program with one array from the host, as a lone prompt waits for the host as well: each call with a cache's many
+    arrays costs it some 0.3 ms, each array that it brings along 0.04. A row's numbers are its tokens, its length, the
+    length that it may reach, and its page table.
+    """
+    tokens, lengths, context_lengths = rows[:, :num_tokens], rows[:, num_tokens], rows[:, num_tokens + 1]
+    cache = kv_cache.create(config, num_pages, PAGE_SIZE, cache_dtype)
+    arguments = (tokens, lengths, jnp.zeros_like(lengths), rows[:, num_tokens + 2 :])
+    return steps.prefill(params, cache, *arguments, config=config, context_lengths=context_lengths, from_empty=True)
 
 
 @jax.jit

@@ -199,15 +199,21 @@ def attend(
 ) -> Float[Array, "batch tokens heads head_dim"]:
     """Attention of new tokens whose keys and values are in the cache already, by the route that the stage allows."""
     scale, softcap, window = config.attention_scale, config.attention_softcap, layer_config.window
+    pools = [] if pages is None else [pages.store.keys[pages.place], *(tier.pools[0] for tier in pages.older)]
+    kernel = pages is not None and tokens.stage != "decode" and kernel_refusal(q, pools) is None
     if tokens.stage == "first":
-        return self_attention(q, k, v, tokens.positions, scale=scale, window=window, softcap=softcap)
+        # The kernel reads pages faster than cuDNN does `k` and `v`, needs no copies for that, and has soft-caps; but
+        # where it has to decode them, cuDNN is faster.
+        coded = pages is not None and pages.store.format is not None
+        if not kernel or (coded and cudnn_refusal(q, softcap) is None):
+            return self_attention(q, k, v, tokens.positions, scale=scale, window=window, softcap=softcap)
     assert pages is not None
     store, positions, page_table = pages.store, pages.positions, pages.page_table
     keys, values = store.keys[pages.place], store.values[pages.place]
     key_scales, value_scales = store.scales(pages.place)
-    if tokens.stage == "prefill":
+    if tokens.stage != "decode":
         arguments = ((keys, values), (key_scales, value_scales), positions, page_table)
-        if kernel_refusal(q, [keys, *(tier.pools[0] for tier in pages.older)]) is None:
+        if kernel:
             options = {"scale": scale, "softcap": softcap}
             return paged_chunk_attention(q, *arguments, **options, window=window, older=pages.older)
         if cudnn_refusal(q, softcap) is None:

@@ -1,7 +1,7 @@
 """A batch whose key-value cache is in tiers: pages move down before each program, when they are old enough."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -55,14 +55,18 @@ class TieredBatch(Batch):
     def __init__(self, model: Model, requests: Sequence[Request], limits: Limits) -> None:
         super().__init__(model, requests, tiered_limits(limits))
 
-    def _allocate(self, longest: int, spare_tokens: int) -> TieredKVCache:
+    def _share_out(self, longest: int, spare_tokens: int) -> Hashable:
         model = self.model
         assert isinstance(model.kv_dtype, TieredKV) and not spare_tokens
         self.rules = TierRules.of(model.config, model.kv_dtype, PAGE_SIZE)
         self.room = pages_for(longest) * PAGE_SIZE
         pools = pools_for(self.rules, len(self.requests), longest, self.limits)
         self.pages = TierPages(self.rules, pools, len(self.requests))
-        return tiers.create(model.config, pools, PAGE_SIZE, model.dtype)
+        self.tier_pools = pools
+        return pools, model.dtype
+
+    def _allocate(self) -> TieredKVCache:
+        return tiers.create(self.model.config, self.tier_pools, PAGE_SIZE, self.model.dtype)
 
     def _prefill_table(self, rows: np.ndarray, start: int, chunk: int) -> TierTables:
         self._move()

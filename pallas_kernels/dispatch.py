@@ -43,6 +43,15 @@ def choose(op: str, refusals: Mapping[str, str | None], forced: str | None = Non
     return choices
 
 
+def in_memory[Arrays](arrays: Arrays) -> Arrays:
+    """The arrays, each in a buffer of its own where a Mosaic kernel is called with them inside a jitted program.
+
+    XLA hands a custom call that takes a slice the address of the slice, and Mosaic refuses at run time what is not
+    aligned to 256 bytes: `page_table[row]`, say.
+    """
+    return jax.lax.optimization_barrier(arrays)
+
+
 def hopper_refusal() -> str | None:
     """Why a kernel for compute capability 9.0 cannot run in this process; None if it can."""
     if jax.default_backend() != "gpu":

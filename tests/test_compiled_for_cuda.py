@@ -141,7 +141,7 @@ QUANTISED = [("decode_chunk", "int8"), ("verify", "float8_e4m3fn"), ("prefill", 
 )
 def test_cache_is_updated_in_place(program: str, batch: int, kv: str) -> None:
     kernels = check_program(program, batch, kv, "mosaic")
-    assert kernels == (0 if program == "first" else 3)
+    assert kernels == (0 if program == "first" and kv != "bfloat16" else 3)  # cuDNN where pages hold codes
 
 
 @pytest.mark.parametrize(("program", "kernels"), [("decode_chunk", 7), ("prefill", 7), ("move", 0)])

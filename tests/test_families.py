@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import families
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer import kv_cache, steps
+from jaxinfer import decoder, kv_cache, steps
 from jaxinfer.generation import generate, logits
 from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
@@ -117,6 +118,23 @@ def test_chunked_prefill_at_every_split(case: families.FamilyCase, rng: np.rando
         second, _ = chunk(cache, split, length)
         assert_close(first, expected[:, split - 1])
         assert_close(second, expected[:, length - 1])
+
+
+@pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="the reference stands in for the kernel, which takes no float32"
+)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_prompts_beginning_by_the_kernel_over_pages(name: str, rng: np.random.Generator, monkeypatch) -> None:
+    monkeypatch.setattr(decoder, "kernel_refusal", lambda *_: None)
+    monkeypatch.setattr(decoder, "self_attention", None)
+    prefill = jax.jit(inspect.unwrap(steps.prefill), static_argnames=("config", "from_empty"))
+    case, model = families.BY_NAME[name], load_case(name)
+    rows, length = case.tokens.shape
+    table, num_pages = page_table_for(rows, length, rng)
+    zeros, lengths = jnp.zeros(rows, jnp.int32), jnp.full(rows, length, jnp.int32)
+    arguments = (jnp.asarray(case.tokens), lengths, zeros, jnp.asarray(table))
+    out, _ = prefill(model.params, poisoned_cache(model, num_pages), *arguments, config=model.config, from_empty=True)
+    assert_close(np.asarray(out), case.logits[:, -1])
 
 
 @pytest.mark.parametrize("case", families.CASES, ids=str)

@@ -111,9 +111,8 @@ def int4_matmul_fused(
     if fused_refusal(x, w, norm_eps=fusion.norm_eps, gated=gated, residual=fusion.residual, backend=backend) is None:
         plan = _fused_plan(rows, w, fusion)
         flat = None if residual is None else residual.reshape(rows, -1)
-        out = mosaic.int4_matmul(
-            x.reshape(rows, in_features), w, norm, flat, schedule=plan.schedule, out_dtype=x.dtype, fusion=fusion
-        )
+        arrays = dispatch.in_memory((x.reshape(rows, in_features), norm, flat))
+        out = mosaic.int4_matmul(arrays[0], w, *arrays[1:], schedule=plan.schedule, out_dtype=x.dtype, fusion=fusion)
         return out.reshape(*x.shape[:-1], out.shape[-1])
     x32 = x.astype(jnp.float32)
     if norm is not None:
@@ -206,6 +205,7 @@ def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed)
 
 
 def _mosaic(x: jax.Array, w: Packed, *, out_dtype: jnp.dtype) -> jax.Array:
+    x = dispatch.in_memory(x)
     rows, device_kind = x.shape[0], jax.devices()[0].device_kind
     if rows < wide_tuning.WIDE_ROWS:
         schedule = tuning.plan_for(rows, w, device_kind).schedule

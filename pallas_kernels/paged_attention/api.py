@@ -84,6 +84,7 @@ def paged_attention(
             kv=kv,
         )
         sinks = None if sinks is None else sinks.astype(jnp.float32)
+        q, page_table, lengths = dispatch.in_memory((q, page_table, lengths))
         out, lse = mosaic.paged_attention(
             q, k_pages, v_pages, page_table, lengths, sinks, scales, plan=plan, return_lse=return_lse
         )

@@ -115,6 +115,8 @@ def decode_attention(
     )
     plan = decode_mosaic.DecodePlan(attention, rotary_dim, interleaved, None if norms is None else norm_eps)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
+    qkv, page_table, positions, rope, norms = dispatch.in_memory((qkv, page_table, positions, rope, norms))
+    arrays = (qkv, k_pages, v_pages, page_table, positions, rope, norms)
     return decode_mosaic.decode_attention(*arrays, sinks, scales, plan=plan, return_lse=return_lse)
 
 

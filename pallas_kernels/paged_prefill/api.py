@@ -85,6 +85,8 @@ def paged_prefill(
             kv=kv,
         )
         sinks = None if sinks is None else sinks.astype(jnp.float32)
+        q, page_table, starts, lengths = dispatch.in_memory((q, page_table, starts, lengths))
+        arrays = (q, k_pages, v_pages, page_table, starts, lengths)
         out, lse = mosaic.paged_prefill(*arrays, sinks, scales, plan=plan, return_lse=return_lse)
     else:
         out, lse = reference.paged_prefill(*arrays, sinks, scales, scale=scale, window=window, softcap=softcap)
