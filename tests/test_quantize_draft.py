@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import jaxinfer as ji
+import jaxinfer.cli
+from jaxinfer.quantization import pair
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.pair import continued
 from jaxinfer.quantization.plan import Precision, uniform
 from jaxinfer.quantization.report import QuantizationReport
-from jaxinfer.store.create import save
+from jaxinfer.quantization.sensitivity_table import to_toml
 
 ROUNDED = uniform("int3", Precision(3, 16))
 
@@ -27,7 +29,10 @@ def expected(draft: ji.Model, target: ji.Model, rows: np.ndarray) -> tuple[float
 
 
 def test_a_draft_of_another_size_is_calibrated_on_what_the_target_writes(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    tmp_path: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, draft = (ji.load(families.BY_NAME[name].folder, dtype="float32") for name in ("llama", "phi3"))
     ids = np.random.default_rng(0).integers(0, 90, (6, 16)).astype(np.int32)
@@ -47,7 +52,11 @@ def test_a_draft_of_another_size_is_calibrated_on_what_the_target_writes(
     old = report.to_mapping()
     del old["pair"]
     assert QuantizationReport.from_mapping(old).pair is None
-    save(made, tmp_path / "store")
+    monkeypatch.setattr(pair, "windows_for", lambda *_: windows)
+    (tmp_path / "plan.toml").write_text(to_toml(ROUNDED))
+    options = ["--target", target.name, "--plan", str(tmp_path / "plan.toml"), "--dtype", "float32"]
+    assert jaxinfer.cli.main(["quantize", draft.name, *options, "--out", str(tmp_path / "store")]) == 0
+    assert "before: KL mean" in capsys.readouterr().err
     stored = ji.load(tmp_path / "store", dtype="float32").quantization
     assert stored is not None and stored.pair == report.pair
     # Speculation says nothing of its plan, as it does of one that was rounded apart.

@@ -4,20 +4,23 @@ import argparse
 import sys
 
 from jaxinfer.quantization.api import write_quantized
+from jaxinfer.quantization.pair import write_draft
 from jaxinfer.quantization.plan import resolve
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the path of the store; how well it was done, where that was measured, goes to standard error."""
-    report = write_quantized(
-        options.model,
-        resolve(options.plan, "--plan "),
-        options.out,
-        calibration=options.calibration,
-        promote_above=options.promote_above,
-        dtype=options.dtype,
-        progress=not options.quiet,
-    )
+    plan = resolve(options.plan, "--plan ")
+    common = {
+        "calibration": options.calibration,
+        "promote_above": options.promote_above,
+        "dtype": options.dtype,
+        "progress": not options.quiet,
+    }
+    if options.target is None:
+        report = write_quantized(options.model, plan, options.out, **common)
+    else:
+        report = write_draft(options.model, options.target, plan, options.out, **common)
     if report is not None and not options.quiet:
         print(report, file=sys.stderr)
     print(options.out)

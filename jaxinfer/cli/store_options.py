@@ -22,6 +22,11 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         help="text or .jsonl of your domain; repeat it for several. Default: a bundled novel, if the plan needs text",
     )
     parser.add_argument(
+        "--target",
+        metavar="TARGET",
+        help="MODEL drafts for this one: calibrate on what it writes, and report how far the two agree",
+    )
+    parser.add_argument(
         "--promote-above", type=float, metavar="X", help="more bits for weights whose outputs err by more, such as 0.01"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress and no report on standard error")

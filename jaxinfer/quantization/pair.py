@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import typing
 
 import jax.numpy as jnp
@@ -9,14 +10,16 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxinfer.generation import generate
-from jaxinfer.model import Model
+from jaxinfer.model import Model, load
 from jaxinfer.quantization.api import CalibrationText, quantize, windows_for
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.plan import Plan
 from jaxinfer.quantization.quality import head_of, head_statistics, joined, row_batches, whole_rows
-from jaxinfer.quantization.report import Agreement, PairReport
+from jaxinfer.quantization.report import Agreement, PairReport, QuantizationReport
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative.compatibility import check_model, check_tokens
+from jaxinfer.store.create import STORE_DTYPE, save
+from jaxinfer.store.unfinished import check_free
 
 PROMPT_TOKENS = 32
 """Of each window, what the target continues."""
@@ -57,6 +60,31 @@ def quantize_draft(
     assert made.quantization is not None
     pair = PairReport(target.name, before, agreement(made, target, written.evaluation))
     return dataclasses.replace(made, quantization=dataclasses.replace(made.quantization, pair=pair))
+
+
+def write_draft(
+    draft: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    plan: Plan,
+    out: str | os.PathLike[str],
+    *,
+    calibration: CalibrationText | None = None,
+    promote_above: float | None = None,
+    dtype: jnp.dtype | type | str | None = None,
+    progress: bool | None = None,
+) -> QuantizationReport | None:
+    """`quantize_draft` of a checkpoint into a store, for a target of another. Both fit the device at once.
+
+    What is not packed in the store is bfloat16, unless `dtype` is another. Raises FileExistsError for an `out` that
+    exists, and what `load` and `quantize_draft` raise.
+    """
+    check_free(pathlib.Path(out).expanduser())
+    large = load(target, progress=progress)
+    small = load(draft, dtype=STORE_DTYPE if dtype is None else dtype, packed=False, progress=progress)
+    options = {"calibration": calibration, "promote_above": promote_above, "progress": progress}
+    made = quantize_draft(small, large, plan, **options)
+    save(made, out)
+    return made.quantization
 
 
 def continued(model: Model, windows: Int32[np.ndarray, "rows tokens"], seed: int) -> Int32[np.ndarray, "rows tokens"]:
