@@ -3,10 +3,10 @@
     python -m benchmarks.kernels_int4_wide                  # every case until --seconds (120) are over
     python -m benchmarks.kernels_int4_wide --rows 64        # of these numbers of rows only
     python -m benchmarks.kernels_int4_wide --best 6         # what tuning chooses, and five others it likes
-    python -m benchmarks.kernels_int4_wide --tried          # the cases of TRIED, with and without turns and x as it is
+    python -m benchmarks.kernels_int4_wide --tried          # the cases of TRIED
 
 Weights are rotated past the L2 cache and every product has its own x. "rest" is what XLA does around the kernel:
-bringing x into order. Every case prints its prediction, its relative error against a float32 product
+bringing x into order. Every case prints its prediction, its relative error against cuBLAS' product
 and whether its bits repeat; a wrong result is timed and printed, not recorded, and fails the run.
 """
 
@@ -19,15 +19,16 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.harness import RESULTS, Recorder, read_rate
-from benchmarks.kernels_int4 import BF16, DOWN, ROTATED_BYTES, UP, Case, inputs, random_weight, weights_of
-from pallas_kernels.int4_matmul import PackedInt4, wide, wide_tuning
-from pallas_kernels.int4_matmul.plan import PLAIN
+from benchmarks.kernels_int4 import BF16, DOWN, ROTATED_BYTES, UP, Case, random_weight
+from pallas_kernels.int4_matmul import PackedInt4, wide, wide_dequantize, wide_tuning
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
 SHAPES = {"up": UP, "down": DOWN, "o": (4096, 4096), "qkv": (4096, 6144), "gate_up": (4096, 28672)}
@@ -37,77 +38,105 @@ CASES = [
     *((rows, "up") for rows in (128, 256, 512, 1024, 2048, 24, 96, 4096, 8192)),
     *((rows, "down") for rows in (128, 256, 512, 1024, 2048)),
 ]
-TRIED = [
-    (64, "up"),
-    (256, "up"),
-    (64, "down"),
-    (64, "o"),
-    (64, "qkv"),
-    (128, "up"),
-    (1024, "up"),
-    (256, "o"),
-    (512, "qkv"),
+PLAIN_X = [{"plain": True, "batch": batch, "pending": pending} for batch, pending in ((4, 1), (1, 2), (2, 1), (2, 2))]
+TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
+    (64, "up", [{}, *PLAIN_X, {"plain": True, "batch": 1, "pending": 1}, {"plain": True, "batch": 1, "pending": 3}]),
+    (256, "up", [PLAIN_X[1], PLAIN_X[2], {"plain": True, "batch": 1, "pending": 1}, PLAIN_X[2] | {"turns": True}]),
+    (128, "qkv", [{}, PLAIN_X[1], PLAIN_X[2]]),
+    (256, "o", [{}, PLAIN_X[1], PLAIN_X[2]]),
+    (512, "qkv", [PLAIN_X[1], PLAIN_X[2]]),
+    (1024, "up", [PLAIN_X[1], PLAIN_X[2]]),
+    (64, "o", [PLAIN_X[1]]),
+    (64, "down", [PLAIN_X[1]]),
+    (64, "qkv", [PLAIN_X[1]]),
+    (1024, "o", [PLAIN_X[1]]),
 ]
-"""Where schedules with turns, and with x as it is, are timed beside those that tuning chooses."""
+"""Changes to the schedules that tuning chooses."""
+BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
+"""Trying Triton's kernels beside cuBLAS' takes a second for each product, and none of them wins at these sizes."""
 
 
-@functools.cache
-def cublas_us(rows: int, k: int, n: int) -> float:
-    """Microseconds of the same product with bfloat16 weights."""
-    weights = [
-        jax.random.normal(jax.random.key(i), (n, k), BF16) for i in range(max(2, -(-ROTATED_BYTES // (2 * n * k))))
-    ]
-    x = jax.random.normal(jax.random.key(9), (rows, k), BF16)
+class Matrix:
+    """A matrix' random weights, packed, and as many of them in bfloat16 as pass the L2 cache."""
 
-    def multiply(x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
-        return [jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))) for w in weights]
+    def __init__(self, shape: str):
+        weight = described(shape)
+        case, count = Case(1, *SHAPES[shape], 0.0), rotated(weight.codes.size * 4)
+        self.packed = jax.jit(lambda: [random_weight(jax.random.key(seed), case) for seed in range(count)])()
+        some = self.packed[: rotated(2 * weight.shape[0] * weight.shape[1])]
+        self.dense = jax.jit(lambda ws: [wide_dequantize.dequantize(w) for w in ws])(some)
 
-    # Trying Triton's kernels beside cuBLAS' takes a second for each, and none of them wins at these sizes.
-    product = jax.jit(multiply).lower(x, weights).compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
-    _, timings = profiler.measure(product, aggregate=False, iterations=6)(x, weights)
+
+class Rows:
+    """Tokens for each of a matrix' weights, and what cuBLAS does of them."""
+
+    def __init__(self, rows: int, matrix: Matrix):
+        k = matrix.packed[0].shape[1]
+        x = jax.random.normal(jax.random.key(rows), (rows, k), BF16)
+        self.xs = [jnp.roll(x, i, axis=0) for i in range(len(matrix.packed))]
+        some = self.xs[: len(matrix.dense)]
+        multiply = jax.jit(each(lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))))
+        self.multiply = multiply.lower(some, matrix.dense).compile(compiler_options=BLAS_ONLY)
+        self.expected = self.multiply(some, matrix.dense)[0].astype(jnp.float32)
+        self.dense = some, matrix.dense
+
+    @functools.cached_property
+    def cublas_us(self) -> float:
+        """Microseconds of the same product with bfloat16 weights."""
+        return sum(t for _, t in times(self.multiply, *self.dense)) / RUNS / len(self.dense[0])
+
+
+def each(product: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:
+    """The products of pairs from two lists."""
+    return lambda xs, ws: [product(x, w) for x, w in zip(xs, ws, strict=True)]
+
+
+RUNS = 5
+
+
+def times(products: jax.stages.Compiled, xs: list[jax.Array], ws: list[Any]) -> list[tuple[str, float]]:
+    """Name and microseconds of every kernel of RUNS runs."""
+    _, timings = profiler.measure(products, aggregate=False, iterations=RUNS + 1)(xs, ws)
     if timings is None:
         raise RuntimeError("CUPTI saw no kernel")
-    totals = [sum(t for _, t in iteration) * 1e3 / len(weights) for iteration in timings[1:]]
-    return statistics.median(totals)
+    return [(kernel, t * 1e3) for iteration in timings[1:] for kernel, t in iteration]
 
 
 def compiled(rows: int, shape: str, schedule: WideSchedule) -> jax.stages.Compiled:
     """Products of lists of tokens and weights, without running anything."""
     weight = described(shape)
-    weights = [weight] * rotated(weight)
-
-    def products(xs: list[jax.Array], ws: list[PackedInt4]) -> list[jax.Array]:
-        pairs = zip(xs, ws, strict=True)
-        return [wide.int4_matmul(x, w, schedule=schedule, out_dtype=BF16) for x, w in pairs]
-
+    weights = [weight] * rotated(weight.codes.size * 4)
+    product = functools.partial(wide.int4_matmul, schedule=schedule, out_dtype=BF16)
     x = jax.ShapeDtypeStruct((rows, weight.shape[1]), BF16)
-    return jax.jit(products).lower([x] * len(weights), weights).compile()
+    return jax.jit(each(product)).lower([x] * len(weights), weights).compile()
 
 
 def run(
-    recorder: Recorder, rate: float, rows: int, shape: str, schedule: WideSchedule, products: jax.stages.Compiled
+    recorder: Recorder,
+    rate: float,
+    rows: int,
+    shape: str,
+    schedule: WideSchedule,
+    products: jax.stages.Compiled,
+    tokens: Rows,
+    matrix: Matrix,
 ) -> None:
     k, n = SHAPES[shape]
-    weights = weights_of(k, n, 128, "zero_point")
-    x, _, expected = inputs(rows, k, n, 128, "zero_point", PLAIN)
-    plan = WidePlan.of(rows, weights[0], schedule)
-    tokens = [jnp.roll(x, i, axis=0) for i in range(len(weights))]
-    first, *others = [products(tokens, weights)[0] for _ in range(4)]
-    error = float(jnp.linalg.norm(first.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
+    plan = WidePlan.of(rows, matrix.packed[0], schedule)
+    first, *others = [products(tokens.xs, matrix.packed)[0] for _ in range(4)]
+    error = float(jnp.linalg.norm(first.astype(jnp.float32) - tokens.expected) / jnp.linalg.norm(tokens.expected))
     same = all(bool(jnp.array_equal(first, other)) for other in others)
     s = schedule
     name = f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.added}a{s.cluster}c{s.stages}d"
-    name += " turns" * s.turns + " plain" * s.plain
+    name += " turns" * s.turns + f" plain {s.batch}b{s.pending}p" * s.plain
     right = same and error < 1e-2
     note = f"{rows} {shape} {name}: error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'}"
     note += "" if right else " WRONG"
-    _, timings = profiler.measure(products, aggregate=False, iterations=6)(tokens, weights)
-    if timings is None:
-        raise RuntimeError("CUPTI saw no kernel")
-    times = [t * 1e3 for iteration in timings[1:] for name, t in iteration if "int4_matmul" in name]
-    rest = sum(t * 1e3 for iteration in timings[1:] for _, t in iteration) / len(times) - statistics.mean(times)
-    us, cublas = statistics.median(times), cublas_us(rows, k, n)
-    spread = statistics.quantiles(times, n=10)
+    kernels = times(products, tokens.xs, matrix.packed)
+    found = [t for kernel, t in kernels if "int4_matmul" in kernel]
+    rest = (sum(t for _, t in kernels) - sum(found)) / len(found)
+    us, cublas = statistics.median(found), tokens.cublas_us
+    spread = statistics.quantiles(found, n=10)
     print(
         f"predicted {wide_tuning.predicted_seconds(plan) * 1e6:.1f} us, {note} median {us:.2f}"
         f" p10-p90 {spread[0]:.1f}-{spread[-1]:.1f} rest {rest:.1f} cuBLAS {cublas:.1f} us",
@@ -144,8 +173,9 @@ def described(shape: str) -> PackedInt4:
     return jax.eval_shape(functools.partial(random_weight, case=Case(1, k, n, 0.0)), jax.random.key(0))
 
 
-def rotated(weight: PackedInt4) -> int:
-    return max(2, -(-ROTATED_BYTES // (weight.codes.size * 4)))
+def rotated(nbytes: int) -> int:
+    """Weights of so many bytes that together pass the L2 cache."""
+    return max(2, -(-ROTATED_BYTES // nbytes))
 
 
 def chosen(best: int) -> list[tuple[int, str, WideSchedule]]:
@@ -154,13 +184,12 @@ def chosen(best: int) -> list[tuple[int, str, WideSchedule]]:
 
 
 def tried() -> list[tuple[int, str, WideSchedule]]:
-    """What never ran comes last."""
     cases = []
-    for turns, plain in ((True, False), (False, False), (True, True)):
-        for rows, shape in TRIED[: 3 if turns and not plain else None]:
-            schedule = wide_tuning.wide_schedule(rows, described(shape))
-            schedule = dataclasses.replace(schedule, turns=turns, plain=plain)
-            plan = wide_tuning.fitted(WidePlan.of(rows, described(shape), schedule), schedule)
+    for rows, shape, changes in TRIED:
+        weight = described(shape)
+        for change in changes:
+            schedule = dataclasses.replace(wide_tuning.wide_schedule(rows, weight), **change)
+            plan = wide_tuning.fitted(WidePlan.of(rows, weight, schedule), schedule)
             if plan is not None:
                 cases.append((rows, shape, plan.schedule))
     return cases
@@ -187,14 +216,16 @@ def main() -> None:
     ]
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         kernels = [pool.submit(compiled, *case) for case in cases]
-        concurrent.futures.wait(kernels)
+        matrices = dict(zip(SHAPES, pool.map(Matrix, SHAPES), strict=True))
+        tokens = {case[:2]: pool.submit(Rows, case[0], matrices[case[1]]) for case in cases}
     print(f"{len(kernels)} kernels compiled in {time.perf_counter() - started:.0f} s", flush=True)
     for (rows, shape, schedule), kernel in zip(cases, kernels, strict=True):
         if time.perf_counter() - started > arguments.seconds:
             print(f"{rows} {shape}: left out, the time is up", flush=True)
             continue
         try:
-            run(recorder, rate, rows, shape, schedule, kernel.result())
+            kept = tokens[rows, shape].result(), matrices[shape]
+            run(recorder, rate, rows, shape, schedule, kernel.result(), *kept)
         except Exception:  # one failing case must not cost the others
             failed.append(f"{rows} {shape} {schedule}")
             traceback.print_exc()

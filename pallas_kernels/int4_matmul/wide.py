@@ -216,8 +216,8 @@ def multiply_part(
     sums, tiles = schedule.tokens // 2, range(schedule.tiles)
     # The warpgroup's tiles of 64 features follow each other; this warp has a strip of each.
     strip = w.warp // 4 * (4 * schedule.tiles) + w.warp % 4
-    column_tiles, pieces = range(STAGE // COLUMNS), range(0, plan.tile_bytes, PIECE_BYTES)
-    batches = range(0, STAGE // 16, 4 // schedule.tiles if schedule.plain else 4)
+    pieces = range(0, plan.tile_bytes, PIECE_BYTES)
+    batches = range(0, STAGE // 16, schedule.batch if schedule.plain else 4)
     warpgroup = w.warp // 4
     turn = warpgroup + TURNS
     next_turn = w.select(turn < TURNS + schedule.warpgroups - 1, turn + 1, w.integer(TURNS))
@@ -253,58 +253,60 @@ def multiply_part(
     lanes = [place_of(group, quad) + (half * (4 * per_step) if run == 2 else 0) for quad in quads]
     selector = w.lane % 2 * 0x1111 + 0x6240
 
-    def plain_words_of(base: Any, tile: int, step: int) -> list[Any]:
+    def halves_of(base: Any, tile: int, step: int) -> list[list[Any]]:
         """The same of one step, for inputs in their own order: of every eight a lane needs 2 quad and 2 quad + 1.
 
-        As packed, lane `quad` has all of the eight, in two words. So a word is put together from halves of two.
+        As packed, lane `quad` has all of the eight, in two words. So each word is put together from halves of two.
         """
         address = base + strip * plan.words_bytes
         unit, within = divmod(step, 4 // per_step)
         start = plan.x_bytes + 4 * plan.words_bytes * tile + 512 * unit
         start += 8 * (within // 2) if run == 2 else 4 * per_step * within
         pair = lanes[step % 2 * 2 :][:2] if run == 2 else lanes
+        return [[w.shared_word(address + lane, start + 4 * which) for lane in pair] for which in range(per_step)]
 
-        def word(which: int) -> Any:
-            return w.pick_bytes(*(w.shared_word(address + lane, start + 4 * which) for lane in pair), selector)
+    def batch_of(base: Any, first_step: int) -> list[tuple[int, int, Any]]:
+        """Tile, step and words (or what they are put together from) of a batch."""
+        steps = range(first_step, first_step + batches.step)
+        if schedule.plain:
+            return [(u, s, halves_of(base, u, s)) for u in tiles for s in steps]
+        return [
+            (u, s, words) for u in tiles for s, words in zip(steps, words_of(base, u, first_step // 4), strict=True)
+        ]
 
-        return [word(which) for which in range(per_step)]
+    def weights_of(tile: int, step: int, words: list[Any], segments: list[list[RowPair]]) -> list[Any]:
+        if schedule.plain:
+            words = [w.pick_bytes(*pair, selector) for pair in words]
+        return segments[tile][step * 16 // plan.segment].weights(words)
 
     def stage(index: Any, carry: Any, last: bool = False) -> Any:
         slot, parity, before, *flat = carry
         acc = [flat[sums * u : sums * (u + 1)] for u in tiles]
         base = slot * plan.stage_bytes
         w.barrier_wait(slot * 8 + plan.full_barriers, parity)
-        words: dict[tuple[int, int], list[list[Any]]] = {}
-        if not schedule.plain and not plan.takes_turns:
-            words = {(u, t): words_of(base, u, t) for u in tiles for t in column_tiles}
+        loaded = [] if schedule.plain else [batch_of(base, first_step) for first_step in batches]
         segments = [[segment(base, u, i) for i in range(plan.segments)] for u in tiles]
         matrix = w.swizzled_matrix(base) if schedule.plain else w.token_matrix(base, schedule.tokens)
+        following = batch_of(base, 0) if schedule.plain else loaded[0]
         for batch, first_step in enumerate(batches):
-            operands = []
-            steps = range(first_step, first_step + batches.step)
-            # Read where they are needed: else ptxas unpacks them between products, in this warpgroup's turn.
-            for u in tiles:
-                t = first_step // 4
-                now = [] if schedule.plain else words[u, t] if words else words_of(base, u, t)
-                for s in steps:
-                    word = plain_words_of(base, u, s) if schedule.plain else now[s % 4]
-                    operands += segments[u][s * 16 // plan.segment].weights(word)
+            now = following
+            if batch + 1 < len(batches):
+                following = loaded[batch + 1] if loaded else batch_of(base, first_step + batches.step)
+            operands = [word for u, s, words in now for word in weights_of(u, s, words, segments)]
             if plan.takes_turns:
                 w.wait_turn(turn)
             operands = w.wgmma_fence(operands)
-            for u in tiles:
-                for i, s in enumerate(steps):
-                    first = 4 * (u * len(steps) + i)
-                    advance = s // 4 * plan.x_bytes // 2 + s % 4 * 32 if schedule.plain else s * 32 * schedule.tokens
-                    acc[u] = w.wgmma(acc[u], operands[first : first + 4], matrix, advance)
+            for i, (u, s, _) in enumerate(now):
+                advance = s // 4 * plan.x_bytes // 2 + s % 4 * 32 if schedule.plain else s * 32 * schedule.tokens
+                acc[u] = w.wgmma(acc[u], operands[4 * i : 4 * i + 4], matrix, advance)
             w.wgmma_commit()
             if plan.takes_turns:
                 w.give_turn(next_turn)
             # The batch before has been read. Behind the products: where ptxas sees a wait only before the next ones,
             # it makes them wait for each other too.
             if not last or batch + 1 < len(batches):
-                w.wgmma_wait(1)
-            if batch == 0:
+                w.wgmma_wait(schedule.pending)
+            if batch == schedule.pending - 1:
                 release(before, w.integer(0) < index)
         return (*after(w, plan, slot, parity), slot, *(value for tile in acc for value in tile))
 

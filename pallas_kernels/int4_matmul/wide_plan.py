@@ -35,7 +35,8 @@ class WideSchedule:
 
     `turns`: the multiplying warpgroups take turns at the tensor cores, so that one unpacks while another multiplies.
 
-    `plain`: x is read as it is.
+    `plain`: x is read as it is. Then products of `batch` steps of 16 inputs start together, while those of the
+    `pending` batches before are under way.
     """
 
     tokens: int = 64
@@ -48,6 +49,8 @@ class WideSchedule:
     blocks: int = 132
     turns: bool = False
     plain: bool = False
+    batch: int = 4
+    pending: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
