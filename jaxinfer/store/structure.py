@@ -17,6 +17,8 @@ from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8
 CODES = (PackedInt4, PackedInt8)
 KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (*CODES, PermutedInputs, StackedOutputs, ScaledCodes)}
 """What a weight may be beside an array. A store names them; it cannot name anything else."""
+LATER_FIELDS = {"whole": False}
+"""Fields that earlier versions did not write, and what they meant."""
 
 DTYPES: Mapping[str, jnp.dtype] = {
     str(jnp.dtype(dtype)): jnp.dtype(dtype)
@@ -98,12 +100,13 @@ def _abstract(description: Any, where: str) -> tuple[Any, dict[str, int]]:
         )
     fields = {field.name: field for field in dataclasses.fields(kind)}
     expected = {"kind", *fields, *(("layout_version",) if kind in CODES else ())}
-    if set(description) != expected:
+    # Stores written before a field was there do not have it.
+    if set(description) | (expected & set(LATER_FIELDS)) != expected:
         raise _damaged(where, f"{kind.__name__} has other fields than {', '.join(sorted(expected))}")
     values: dict[str, Any] = {}
     versions: dict[str, int] = {}
     for name, field in fields.items():
-        value = description[name]
+        value = description[name] if name in description else LATER_FIELDS[name]
         if field.metadata.get("static"):
             values[name] = tuple(value) if isinstance(value, list) else value
         elif isinstance(value, list):
@@ -188,6 +191,8 @@ def _check_packed(weight: Packed, version: int, where: str) -> None:
     if not sound or type(group) is not int or not 0 < group <= shape[1]:
         raise _damaged(where, "codes have no shape or no group size")
     offsets, book = weight.offsets, weight.book
+    if type(weight.whole) is not bool:
+        raise _damaged(where, "a code book is neither whole nor not")
     if not all(array is None or _is_array(array) for array in (weight.codes, weight.scales, offsets, book)):
         raise _damaged(where, "codes, scales, offsets or book are no arrays")
     if str(weight.scales.dtype) not in FLOATS or (offsets is not None and book is not None):
