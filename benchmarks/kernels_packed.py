@@ -32,12 +32,13 @@ BOOKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A weight's bits, group size, dtype of its scales; "", "zero_point" or the name of a book."""
+    """A weight's bits, group size, dtype of its scales; "", "zero_point" or the name of a book; see `PackedInt4`."""
 
     bits: int
     group: int
     scales: jnp.dtype
     beside: str = ""
+    whole: bool = False
 
     def weight(self, seed: int, k: int, n: int) -> Packed:
         """A random one in the kernel's layout: any bits are valid codes."""
@@ -53,7 +54,7 @@ class Kind:
         if self.bits == 8:
             return PackedInt8(words, scales, offsets, (n, k), self.group, "mosaic")
         book = jnp.asarray(BOOKS[self.beside], jnp.float32) if self.beside in BOOKS else None
-        return PackedInt4(words, scales, offsets, book, (n, k), self.group, "mosaic")
+        return PackedInt4(words, scales, offsets, book, (n, k), self.group, "mosaic", self.whole)
 
 
 KINDS = {
@@ -62,12 +63,15 @@ KINDS = {
     "Q8_0": Kind(8, 32, jnp.dtype(jnp.float16)),
     "Q6_K": Kind(8, 16, jnp.dtype(jnp.float32)),
     "MXFP4": Kind(4, 32, BF16, "FP4"),
+    "MXFP4 bytes": Kind(4, 32, BF16, "FP4", whole=True),
+    "NVFP4 bytes": Kind(4, 16, BF16, "FP4", whole=True),
     "NVFP4": Kind(4, 16, BF16, "FP4"),
     "NF4": Kind(4, 64, jnp.dtype(jnp.float32), "NF4"),
 }
 CASES = [
-    *((name, 1) for name in ("MXFP4", "NVFP4", "NF4", "INT4", "Q6_K")),
-    *((name, rows) for rows in (8, 64, 16) for name in ("GPTQ-8", "Q8_0", "NVFP4", "NF4")),
+    *((name, 1) for name in ("MXFP4 bytes", "MXFP4", "NVFP4 bytes", "NVFP4", "INT4", "NF4", "Q6_K")),
+    *((name, 8) for name in ("MXFP4 bytes", "MXFP4", "GPTQ-8", "Q8_0", "NF4")),
+    *((name, rows) for rows in (64, 16) for name in ("MXFP4", "GPTQ-8", "Q8_0")),
 ]
 
 

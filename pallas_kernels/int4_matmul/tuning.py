@@ -29,7 +29,7 @@ FUSED_MAX_ROWS = 8
 
 def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan:
     """The plan for `rows` (1 to 64) rows times a weight of the mosaic layout."""
-    digits = rows <= DIGITS_MAX_ROWS and weight.kind != "code_book"  # a book's numbers are no bytes
+    digits = rows <= DIGITS_MAX_ROWS and (weight.kind != "code_book" or weight.whole)
     return _best(Plan.of(rows, weight, Schedule(digits=digits), fusion), MULTIPROCESSORS.get(device_kind, 132))
 
 
