@@ -148,12 +148,20 @@ class Request:
         return self.finish_reason is not None
 
     def take(self, tokens: Sequence[int], tables: Sequence[dict[int, Logprob]], failed: bool) -> Delta | None:
-        """Adds the tokens of one chunk, decides whether they end the completion, and returns the news if any.
-
-        `failed`: the device found logits that were not finite after these tokens.
-        """
+        """`add`, and the news if there is any."""
         if self.finished:
             return None
+        taken, text = self.add(tokens, tables, failed)
+        if taken == 0 and not self.finished:
+            return None
+        return self.delta(tokens[:taken], text, tables[:taken])
+
+    def add(self, tokens: Sequence[int], tables: Sequence[dict[int, Logprob]], failed: bool) -> tuple[int, str]:
+        """Adds the tokens of one chunk and decides whether they end the completion, which must not have ended.
+
+        `failed`: the device found logits that were not finite after these tokens. Returns how many tokens were taken,
+        and their text.
+        """
         if self._goes_on(tokens):
             taken, text = len(tokens), ""
             self.token_ids += tokens
@@ -167,16 +175,18 @@ class Request:
             text += self.stream.finish()
             if self.finish_reason == "length" and self.stream.stopped:  # U+FFFD for half a character can complete one
                 self._finish("stop", self.stream.stop_reason)
-        new_tables = tuple(tables[:taken])
-        self.tables.extend(new_tables)
-        if taken == 0 and not self.finished:
-            return None
+        if tables:
+            self.tables.extend(tables[:taken])
+        return taken, text
+
+    def delta(self, tokens: Sequence[int], text: str, tables: Sequence[dict[int, Logprob]]) -> Delta:
+        """News of tokens that were added, and of the end if it has come."""
         return Delta(
             prompt_index=self.prompt_index,
             sample_index=self.sample_index,
-            token_ids=tuple(tokens[:taken]),
+            token_ids=tuple(tokens),
             text=text,
-            logprobs=None if self.params.logprobs is None else new_tables,
+            logprobs=None if self.params.logprobs is None else tuple(tables),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             request_id=self.request_id,
@@ -184,9 +194,9 @@ class Request:
 
     def _goes_on(self, tokens: Sequence[int]) -> bool:
         """Whether no token of a chunk can end the completion: then they are taken all at once, ten times as fast."""
-        has_stops = self.stream is not None and bool(self.stream.stop)
-        fits = len(self.token_ids) + len(tokens) < self.max_tokens
-        return fits and not has_stops and self.stop_ids.isdisjoint(tokens)
+        if len(self.token_ids) + len(tokens) >= self.max_tokens or (self.stream is not None and self.stream.stop):
+            return False
+        return not self.stop_ids or self.stop_ids.isdisjoint(tokens)
 
     def _take_each(self, tokens: Sequence[int]) -> tuple[int, str]:
         """Takes tokens until one ends the completion; returns how many that were, and their text."""
@@ -212,17 +222,7 @@ class Request:
         if self.finished:
             raise ValueError(f"the completion has ended already ({self.finish_reason})")
         self._finish(reason, stop_reason)
-        text = "" if self.stream is None else self.stream.finish()
-        return Delta(
-            prompt_index=self.prompt_index,
-            sample_index=self.sample_index,
-            token_ids=(),
-            text=text,
-            logprobs=None if self.params.logprobs is None else (),
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            request_id=self.request_id,
-        )
+        return self.delta((), "" if self.stream is None else self.stream.finish(), ())
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason

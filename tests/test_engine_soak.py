@@ -64,10 +64,10 @@ def test_sequence_that_comes_back_to_its_slot_has_its_new_pages_in_the_table() -
         assert runner is not None
         track = Sequence([1, 2, 3], num_prompt=3, max_tokens=9, group=0)
         track.slot, track.pages, track.pages_version = 2, [7, 8, 9], 1
-        runner._table_pages(track)
+        runner.tables.update([track])
         track.pages = [7, 8, 9, 10]
-        runner._table_pages(track)
-        assert runner._table[2, :6].tolist() == [7, 8, 9, 10, 0, 0]
+        runner.tables.update([track])
+        assert runner.tables.array[2, :6].tolist() == [7, 8, 9, 10, 0, 0]
         track.pages, track.pages_version = [4, 8], 2
-        runner._table_pages(track)
-        assert runner._table[2, :6].tolist() == [4, 8, 0, 0, 0, 0]
+        runner.tables.update([track])
+        assert runner.tables.array[2, :6].tolist() == [4, 8, 0, 0, 0, 0]

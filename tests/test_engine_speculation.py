@@ -29,8 +29,8 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.errors import RequestTooLong
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.programs import Size
-from jaxinfer.engine.runner import Work
 from jaxinfer.engine.sequence import Chunk, Sequence, Status
+from jaxinfer.engine.work import Work
 from jaxinfer.generation import logits
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk
@@ -276,7 +276,7 @@ def test_table_follows_pages_that_were_taken_back() -> None:
         scheduler.add(track)
         scheduler.chunk = Chunk(4, K)
         scheduler.plan()
-        runner(drafted)._table_pages(track)
+        runner(drafted).tables.update([track])
         before = list(track.pages)
         for _ in range(2):
             scheduler.read(track, [1])
@@ -285,8 +285,8 @@ def test_table_follows_pages_that_were_taken_back() -> None:
         assert len(track.pages) < len(before)
         freed = before[len(track.pages) :]
         assert all(scheduler.pool.references[page] == 0 for page in freed)
-        runner(drafted)._table_pages(track)
-        row = runner(drafted)._table[track.slot].tolist()
+        runner(drafted).tables.update([track])
+        row = runner(drafted).tables.array[track.slot].tolist()
         assert row == track.pages + [0] * (len(row) - len(track.pages))
 
 

@@ -55,8 +55,8 @@ sooner, more waste less padding. `sampling` holds examples of what will be asked
 logprobs) compiles when it comes, as `score` does for its shapes, and `metrics().compilations_after_warmup` counts it.
 
 `jaxinfer bench MODEL` serves a made-up or recorded workload and prints the metrics. Modules: `pages`, `host_pages`,
-`prefix_cache`, `sequence`, `scheduler` (plain Python); `layout`, `config`, `rows`, `programs`, `runner`, `host_store`
-(the device); `core`, `engine` (requests and rounds), `scoring`; `metrics`, `timeline`, `workload`; with a draft
-`drafting` (the policy at work), `drafting_runner`, `drafting_programs`, `drafting_rows` (the device),
-`drafting_metrics`.
+`prefix_cache`, `sequence`, `rules`, `seats`, `scheduler` (plain Python); `layout`, `config`, `rows`, `programs`,
+`page_table`, `calls`, `first_rows`, `work`, `runner`, `host_store` (the device); `jobs`, `core`, `readers`, `engine`
+(requests and rounds), `scoring`; `metrics`, `snapshot`, `timeline`, `workload`; with a draft `drafting` (the policy at
+work), `drafting_runner`, `drafting_programs`, `drafting_rows` (the device), `drafting_metrics`.
 """

@@ -1,12 +1,11 @@
 """The engine's inside: unfinished requests, and the round that works on them."""
 
 import collections
-import dataclasses
 import itertools
 import logging
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxinfer.batch import cache_tokens
 from jaxinfer.engine.config import EngineConfig, Settings, settle
@@ -14,52 +13,26 @@ from jaxinfer.engine.drafting import Drafting
 from jaxinfer.engine.drafting_runner import DraftingRunner
 from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError, RequestTooLong
 from jaxinfer.engine.host_pages import HostPool
+from jaxinfer.engine.jobs import Callback, Job
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.lock import FairLock
 from jaxinfer.engine.metrics import Clock, Meter
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
-from jaxinfer.engine.runner import Result, Runner, Work
+from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.scoring import Scorer
 from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.engine.work import Result, Work
 from jaxinfer.generation import requests_for
 from jaxinfer.model import Model
-from jaxinfer.outputs import Delta, FinishReason, RequestOutput
+from jaxinfer.outputs import Delta, FinishReason
 from jaxinfer.request import Request
 from jaxinfer.scoring_plan import length_class
 from jaxinfer.speculative.proposer import Draft
 from jaxinfer.speculative.speculation import Speculation, as_speculation
 
 log = logging.getLogger("jaxinfer")
-
-type Callback = Callable[[Delta], object]
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-    """One request: its completions, and where its news goes."""
-
-    request_id: str
-    requests: list[Request]
-    interactive: bool
-    callback: Callback | None = None
-    mailbox: collections.deque[Delta] | None = None
-    """News for whoever submitted it and reads it here; without one it goes to `step`."""
-    clocks: list[Clock] = dataclasses.field(default_factory=list)
-    tracks: list[Track] = dataclasses.field(default_factory=list)
-    layout: SamplerLayout | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(request.finished for request in self.requests)
-
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            prompt_token_ids=self.requests[0].prompt,
-            completions=tuple(request.completion() for request in self.requests),
-            prompt_logprobs=self.requests[0].prompt_logprobs(),
-        )
 
 
 class EngineCore:
@@ -89,6 +62,11 @@ class EngineCore:
         """Unfinished requests, in order of arrival."""
         self._owners: dict[Track, tuple[Job, int]] = {}
         self._requests: dict[Track, Request] = {}
+        self._layouts: dict[SamplerLayout, SamplerLayout] = {}
+        """One object for all requests of equal needs, which are then told apart without a comparison."""
+        self._needs: list[SamplerLayout] = []
+        """Layouts of everybody who has a slot, and the number of the scheduler's changes that they were found at."""
+        self._needed_at = -1
         self._news: list[Delta] = []
         self._numbers = itertools.count()
         self._groups = itertools.count()
@@ -163,9 +141,10 @@ class EngineCore:
             request_id = next(name for n in self._numbers if (name := f"request-{n}") not in self._jobs)
         if request_id in self._jobs:
             raise DuplicateRequest(f"request id {request_id!r} belongs to an unfinished request; choose another")
-        job = Job(request_id, requests, interactive, callback, mailbox)
-        job.layout = SamplerLayout.required(requests[0].params, model.config)
-        job.clocks = [Clock(time.perf_counter()) for _ in requests]
+        layout = SamplerLayout.required(requests[0].params, model.config)
+        layout = self._layouts.setdefault(layout, layout)
+        clocks = [Clock(time.perf_counter()) for _ in requests]
+        job = Job(request_id, requests, layout, clocks, interactive, callback, mailbox)
         for request in requests:
             request.request_id = request_id
         self._jobs[request_id] = job
@@ -204,19 +183,22 @@ class EngineCore:
             raise EngineError("a callback asked the engine for a round; callbacks run in the middle of one")
         if self._interrupted:
             self._recover()
-        self._in_round = True
+        self._in_round, scheduler = True, self._scheduler
         try:
             self._set_stall_bound()
             if self._drafting is not None:
-                self._scheduler.chunk = self._drafting.plan(self._scheduler.running)
-            plan = self._scheduler.plan()
-            if self._scheduler.prefixes is not None:
-                runner.move(self._scheduler.prefixes.take_moves())
+                scheduler.chunk = self._drafting.plan(scheduler.running)
+            plan = scheduler.plan()
+            if scheduler.prefixes is not None:
+                runner.move(scheduler.prefixes.take_moves())
             if self._drafting is not None and plan.decode:
                 self._drafting.dispatched()
-            layouts = {self._owners[track][0].layout for track in self._scheduler.running}
-            works = runner.dispatch(plan, self._requests, [layout for layout in layouts if layout is not None])
-            self._scorer.dispatch(self._scheduler, runner, plan)
+            if self._needed_at != scheduler.num_changes:
+                self._needed_at = scheduler.num_changes
+                needs = (self._owners[track][0].layout for track in scheduler.running)
+                self._needs = list({id(layout): layout for layout in needs}.values())
+            works = runner.dispatch(plan, self._requests, self._needs)
+            self._scorer.dispatch(scheduler, runner, plan)
             # A round's decode chunk is read in the next round, first tokens before it at once: they are on their way.
             later = works if not plan.decode else works[-1:]
             now = works[: len(works) - len(later)]
@@ -224,7 +206,7 @@ class EngineCore:
                 self._in_flight.append(later)
             for _ in range(len(self._in_flight) - bool(works)):
                 self._read(self._in_flight.popleft(), runner)
-            self._scorer.read(self._scheduler, runner, self._meter)
+            self._scorer.read(scheduler, runner, self._meter)
             self._read(now, runner)
         except BaseException:
             self._interrupted = True
@@ -235,13 +217,15 @@ class EngineCore:
     def _read(self, works: Sequence[Work], runner: Runner) -> None:
         """Waits for programs and hands out their results."""
         for work in works:
-            for result in runner.read(work, self._requests):
-                self._take(result)
+            results = runner.read(work, self._requests)
             if work.kind != "first":
-                rows = sum(track is not None for track in work.rows)
-                seconds = self._meter.add_program(work.kind, work.dispatched, rows, len(work.rows), work.num_tokens)
+                seconds = self._meter.add_program(
+                    work.kind, work.dispatched, work.num_rows, len(work.rows), work.num_tokens
+                )
                 if self._drafting is not None:
                     self._drafting.observe(work, seconds)
+            for result in results:
+                self._take(result)
 
     def _take(self, result: Result) -> None:
         track = result.sequence
@@ -251,20 +235,26 @@ class EngineCore:
             return
         job, index = owner
         request = job.requests[index]
-        request.prompt_tables += result.prompt_tables
-        delta = request.take(result.tokens, result.tables, result.failed)
-        self._scheduler.read(track, [] if delta is None else list(delta.token_ids))
-        if request.finished:
+        if result.prompt_tables:
+            request.prompt_tables += result.prompt_tables
+        taken, text = request.add(result.tokens, result.tables, result.failed)
+        self._scheduler.read(track, result.tokens[:taken])
+        if request.finish_reason is not None:
             self._scheduler.finish(track, trusted=not result.failed)
             del self._owners[track], self._requests[track]
-        if delta is not None:
-            self._deliver(job, index, delta)
+        elif not taken:
+            return
+        elif not job.is_heard:
+            self._meter.add_tokens(job.clocks[index], taken)
+            return
+        self._deliver(job, index, request.delta(result.tokens[:taken], text, result.tables[:taken]))
 
     def _deliver(self, job: Job, index: int, delta: Delta) -> None:
         """Files the news of one completion, and calls the callback, whose failure ends this request only."""
         self._meter.add_tokens(job.clocks[index], len(delta.token_ids))
         if delta.finish_reason is not None:
             self._meter.add_finished(job.clocks[index], delta.finish_reason)
+            job.num_unfinished -= 1
         (self._news if job.mailbox is None else job.mailbox).append(delta)
         if delta.finish_reason is not None and job.finished:
             self._jobs.pop(job.request_id, None)
@@ -305,7 +295,7 @@ class EngineCore:
         self._owners.clear()
         self._requests.clear()
         self._preemptions_before += self._scheduler.num_preemptions
-        self._scheduler = self._new_scheduler()
+        self._scheduler, self._needed_at = self._new_scheduler(), -1
         runner.reset()
         self._scorer.recover()
         for job in self._jobs.values():

@@ -7,9 +7,9 @@ import numpy as np
 from jaxinfer.engine.config import Settings
 from jaxinfer.engine.drafting_metrics import SpeculationMetrics
 from jaxinfer.engine.drafting_programs import steps_of
-from jaxinfer.engine.runner import Work
 from jaxinfer.engine.sequence import Chunk
 from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.engine.work import Work
 from jaxinfer.model import Model
 from jaxinfer.speculative.policy import Controller
 from jaxinfer.speculative.report import SpeculationReport

@@ -38,15 +38,15 @@ class DraftingPrograms(Programs):
 
     def expected(self) -> Iterable[Size]:
         yield from super().expected()
-        for rows in self._settings.prefill_rows:
+        for rows in self.settings.prefill_rows:
             yield Size("seat", rows=rows)
-        if self.draft.has_own_cache and self._settings.spare_tokens:
+        if self.draft.has_own_cache and self.settings.spare_tokens:
             for rows, length in self.prefill_sizes():
                 for from_empty in (True, False):
                     yield Size("catch_up", rows, length, from_empty=from_empty)
-        if self.draft.draws and self._settings.spare_tokens:
-            for rows in self._settings.decode_rows:
-                yield Size("draft", rows, width=self._settings.page_widths[-1], num_drafted=self._settings.spare_tokens)
+        if self.draft.draws and self.settings.spare_tokens:
+            for rows in self.settings.decode_rows:
+                yield Size("draft", rows, width=self.settings.page_widths[-1], num_drafted=self.settings.spare_tokens)
 
     def _key_of(self, size: Size) -> tuple[object, ...]:
         key = super()._key_of(size)
@@ -58,7 +58,7 @@ class DraftingPrograms(Programs):
         return Wanted(num_drafted, layout.variant, num_drafted > 0 and self.draft.draws and judged)
 
     def _lower(self, size: Size) -> Any:
-        settings, config, rows = self._settings, self._config, size.rows
+        settings, config, rows = self.settings, self.config, size.rows
         slots = settings.rules.max_sequences
         if size.kind == "seat":
             history = ints(rows, self._drafting.history.shape[1])

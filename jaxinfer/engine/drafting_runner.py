@@ -18,9 +18,10 @@ from jaxinfer.engine.config import Settings
 from jaxinfer.engine.drafting_programs import DraftingPrograms
 from jaxinfer.engine.drafting_rows import DraftingState
 from jaxinfer.engine.programs import Size
-from jaxinfer.engine.runner import Result, Runner, Work
+from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.sequence import Plan
 from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.engine.work import Result, Work
 from jaxinfer.loop import DecodedChunk
 from jaxinfer.model import Model
 from jaxinfer.request import Request
@@ -59,10 +60,11 @@ class DraftingRunner(Runner):
             if not leaf.is_deleted():
                 leaf.delete()
 
-    def read(self, work: Work, requests: Mapping[Track, Request]) -> Iterator[Result]:
-        yield from super().read(work, requests)
+    def read(self, work: Work, requests: Mapping[Track, Request]) -> list[Result]:
+        results = super().read(work, requests)
         if work.counts is not None:
             work.counts = jax.device_get(work.counts)
+        return results
 
     def _new_programs(self) -> DraftingPrograms:
         return DraftingPrograms(
@@ -123,7 +125,7 @@ class DraftingRunner(Runner):
         longest, width = self.settings.spare_tokens, self.settings.page_widths[-1]
         for rows in self.settings.decode_rows if self.draft.draws and longest else ():
             program = self.programs.get(Size("draft", rows, width=width, num_drafted=longest))
-            slots, table = self._chosen((), rows, width)
+            slots, table = self.tables.chosen((), rows, width)
             for _ in range(2):
                 start = time.perf_counter()
                 sampling = self._blank(self.settings.layouts[0]).sampling
@@ -178,7 +180,7 @@ class DraftingRunner(Runner):
         from_empty = all(self._is_new[sequence.slot] and not self._known(sequence) for sequence in group)
         while left > 0:
             size = self._piece(len(group), left, from_empty)
-            slots, table = self._chosen(group, size.rows, self.settings.page_widths[-1])
+            slots, table = self.tables.chosen(group, size.rows, self.settings.page_widths[-1])
             known = np.zeros(size.rows, np.int32)
             known[: len(group)] = [self._known(sequence) for sequence in group]
             now = time.perf_counter()
@@ -198,7 +200,7 @@ class DraftingRunner(Runner):
     def _rehearse(self, size: Size) -> None:
         super()._rehearse(size)
         if size.kind == "catch_up":
-            slots, table = self._chosen((), size.rows, self.settings.page_widths[-1])
+            slots, table = self.tables.chosen((), size.rows, self.settings.page_widths[-1])
             self._run_catch_up(size, slots, table, np.zeros(size.rows, np.int32))
 
     def _piece(self, count: int, left: int, from_empty: bool) -> Size:

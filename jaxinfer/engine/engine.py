@@ -1,34 +1,30 @@
 """The engine: takes requests at any time, and works on all of them at once."""
 
-import asyncio
-import collections
-import math
 import os
 import time
 import typing
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable
 
 import jax
 
 from checkpoints.progress import is_watched, progress_bar
-from jaxinfer.engine.core import Callback, EngineCore, Job
 from jaxinfer.engine.drafting_runner import DraftingRunner
 from jaxinfer.engine.errors import RequestTooLong, UnknownRequest
+from jaxinfer.engine.jobs import Callback, check_submission
 from jaxinfer.engine.metrics import EngineMetrics
-from jaxinfer.engine.sequence import Status
+from jaxinfer.engine.readers import EngineReaders
+from jaxinfer.engine.snapshot import snapshot
 from jaxinfer.engine.timeline import plot_timeline
 from jaxinfer.outputs import Delta, RequestOutput
-from jaxinfer.request import Prompt, Request
+from jaxinfer.request import Prompt
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scoring import Score, encode_pairs, scored_pairs
-from jaxinfer.scoring_plan import TokenPair
-from jaxinfer.scoring_run import Scored
 
 if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Engine(EngineCore):
+class Engine(EngineReaders):
     """Continuous batching on one device: prefill and decode as two kinds of work over one pool of cache pages.
 
     `generate` and `stream` are those of the functional front door, with the same results; `submit`, `step` and `abort`
@@ -125,7 +121,7 @@ class Engine(EngineCore):
                     prefill = (self._meter.prompt_tokens - before[0]) / seconds
                     decode = (self._meter.output_tokens - before[1]) / seconds
                     bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
-                    still = [job for job in unfinished if not job.finished]
+                    still = [job for job in unfinished if job.num_unfinished]
                     bar.update(len(unfinished) - len(still))
                     unfinished = still
         finally:
@@ -208,45 +204,7 @@ class Engine(EngineCore):
         """What the engine does now and did since it was made or `reset_metrics` was called."""
         with self._lock:
             _, runner = self._live()
-            meter, scheduler, pool = self._meter, self._scheduler, self._scheduler.pool
-            prefixes = scheduler.prefixes
-            moved = {} if runner.store is None else runner.store.num_moved
-            seconds = time.perf_counter() - meter.start
-            first, per_token, whole = meter.latencies()
-            statuses = collections.Counter(track.status for track in scheduler.running)
-            busy = sum(meter.busy.values())
-            return EngineMetrics(
-                seconds=seconds,
-                submitted=meter.submitted,
-                finished=dict(meter.finished),
-                waiting=len(scheduler.waiting),
-                prefilling=statuses[Status.PREFILLING],
-                decoding=statuses[Status.DECODING],
-                preemptions=self._preemptions_before + scheduler.num_preemptions,
-                prompt_tokens=meter.prompt_tokens,
-                output_tokens=meter.output_tokens,
-                prompt_tokens_per_s=meter.prompt_tokens / seconds,
-                output_tokens_per_s=meter.output_tokens / seconds,
-                time_to_first_token=first,
-                time_per_output_token=per_token,
-                end_to_end=whole,
-                pages=pool.num_usable,
-                pages_owned=pool.num_owned,
-                pages_cached=pool.num_idle,
-                host_pages=self.settings.host_pages,
-                host_pages_used=0 if prefixes is None else prefixes.host.num_used,
-                pages_demoted=moved.get("demote", 0),
-                pages_restored=moved.get("restore", 0),
-                host_hit_rate=moved.get("restore", 0) / max(1, moved.get("demote", 0)),
-                prefix_hit_rate=scheduler.num_reused / max(1, scheduler.num_looked_up),
-                batch_occupancy=meter.rows_used / max(1, meter.rows_run),
-                busy_share=min(1.0, busy / seconds),
-                prefill_share=meter.busy["prefill"] / busy if busy else 0.0,
-                compilations=runner.programs.num_compiled,
-                compilations_after_warmup=runner.programs.num_after_warmup,
-                seconds_compiling=runner.programs.seconds_compiling,
-                speculation=None if self._drafting is None else self._drafting.metrics(),
-            )
+            return snapshot(self._meter, self._scheduler, runner, self._preemptions_before, self._drafting)
 
     def reset_metrics(self) -> None:
         """Counts and remembers anew from here; compilations and preemptions are counted from the start."""
@@ -283,98 +241,9 @@ class Engine(EngineCore):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- Readers
-
-    def _run_pairs(self, pairs: Sequence[TokenPair]) -> Iterator[Scored]:
-        """What `scoring_run.run_pairs` does, in rounds of this engine."""
-        with self._lock:
-            job = self._scorer.add(pairs, self._live()[1])
-        try:
-            while True:
-                with self._lock:
-                    if not job.scored and not job.done:  # or another thread's rounds have brought something
-                        self._advance()
-                    done, scored = job.done, list(job.scored)
-                    job.scored.clear()
-                yield from scored
-                if done:
-                    return
-        finally:
-            with self._lock:
-                self._scorer.remove(job)
-
     def _advance(self) -> None:
         try:
             super()._advance()
         finally:
             if self._close_asked and not self._in_round:
                 self.close()
-
-    def _advance_for(self, jobs: Sequence[Job]) -> None:
-        """One round, unless another thread has brought news for these jobs meanwhile."""
-        with self._lock:
-            if not any(job.mailbox for job in jobs) and not all(job.finished for job in jobs):
-                self._advance()
-
-    def _take_mail(self, jobs: Sequence[Job]) -> list[Delta]:
-        with self._lock:
-            mail = []
-            for job in jobs:
-                while job.mailbox:
-                    mail.append(job.mailbox.popleft())
-            return mail
-
-    def _follow(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
-        """Queues requests and yields their news as it comes."""
-        with self._lock:
-            jobs = self._open(requests, interactive=True)
-        try:
-            while True:
-                finished = all(job.finished for job in jobs)
-                yield from self._take_mail(jobs)
-                if finished:
-                    return
-                self._advance_for(jobs)
-        finally:
-            self._abandon(jobs)
-
-    async def _follow_async(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
-        """`_follow`, with all that takes the lock done in threads: another reader's round may have it."""
-        jobs: list[Job] = []
-
-        def begin() -> None:
-            with self._lock:
-                jobs.extend(self._open(requests, interactive=True))
-
-        def following() -> tuple[list[Delta], bool]:
-            self._advance_for(jobs)
-            with self._lock:
-                return self._take_mail(jobs), all(job.finished for job in jobs)
-
-        finished = False
-        try:
-            await asyncio.to_thread(begin)
-            while not finished:
-                mail, finished = await asyncio.to_thread(following)
-                for delta in mail:
-                    yield delta
-        finally:
-            if not finished:
-                await asyncio.to_thread(self._abandon, jobs)
-
-    def _abandon(self, jobs: Sequence[Job]) -> None:
-        """Ends what its reader has no use for any more."""
-        with self._lock:
-            for job in jobs:
-                if not job.finished:
-                    self._end_job(job, "abort", None)
-
-
-def check_submission(request_id: object, callback: object, arrived: object) -> None:
-    """Raises ValueError for arguments of `Engine.submit` that would do harm only later."""
-    if request_id is not None and not isinstance(request_id, str):
-        raise ValueError(f"request_id={request_id!r}; expected a string")
-    if callback is not None and not callable(callback):
-        raise ValueError(f"callback={callback!r}; expected a function of one argument, a Delta")
-    if arrived is not None and not (isinstance(arrived, int | float) and math.isfinite(arrived)):
-        raise ValueError(f"arrived={arrived!r}; expected seconds as time.perf_counter() gives them")

@@ -74,8 +74,8 @@ class Programs:
     """Compiled programs of one model by size. What is missing is compiled when it is asked for, and counted."""
 
     def __init__(self, model: Model, settings: Settings, cache: PagedKVCache) -> None:
-        self._config: ModelConfig = model.config
-        self._settings = settings
+        self.config: ModelConfig = model.config
+        self.settings = settings
         self._params, self._cache = shapes_of(model.params), shapes_of(cache)
         self._prompt_params = shapes_of(model.prompt_params)
         kernels = os.environ.get(KERNELS_VARIABLE)
@@ -122,7 +122,7 @@ class Programs:
 
     def expected(self) -> Iterable[Size]:
         """Sizes that the settings can need, the slowest to compile first."""
-        settings = self._settings
+        settings = self.settings
         for layout in settings.layouts:
             for rows in settings.decode_rows:
                 for width in settings.page_widths:
@@ -144,12 +144,12 @@ class Programs:
 
     def prefill_sizes(self) -> list[tuple[int, int]]:
         """(rows, length) of prefill programs: a single row of any length, several while they make a call fuller."""
-        rules = self._settings.rules
+        rules = self.settings.rules
         return [
             (rows, length)
-            for rows in self._settings.prefill_rows
+            for rows in self.settings.prefill_rows
             for length in rules.prefill_lengths
-            if rows == self._settings.prefill_rows[0] or rows * length <= min(rules.max_prefill_tokens, FULL_CALL)
+            if rows == self.settings.prefill_rows[0] or rows * length <= min(rules.max_prefill_tokens, FULL_CALL)
         ]
 
     def _key_of(self, size: Size) -> tuple[object, ...]:
@@ -174,7 +174,7 @@ class Programs:
         return compiled
 
     def _lower(self, size: Size) -> Any:
-        config, settings = self._config, self._settings
+        config, settings = self.config, self.settings
         rows = size.rows
         if size.kind == "copy":
             return copy_pages.lower(self._cache, ints(COPIES), ints(COPIES))

@@ -20,6 +20,8 @@ class Seats:
         self.running: list[Sequence] = []
         """With a slot: prefilling or decoding, in order of arrival."""
         self.num_preemptions = 0
+        self.num_changes = 0
+        """How often somebody has come to `running` or gone."""
         self._slots = list(range(rules.max_sequences - 1, -1, -1))
 
     @property
@@ -46,6 +48,7 @@ class Seats:
     def _enter(self, sequence: Sequence, status: Status) -> None:
         sequence.status, sequence.slot, sequence.skipped = status, self._slots.pop(), 0
         sequence.pages_version += 1
+        self.num_changes += 1
         bisect.insort(self.running, sequence, key=lambda other: other.arrival)
 
     # --- Growing
@@ -122,4 +125,5 @@ class Seats:
         self.pool.release(sequence.pages)
         self._slots.append(sequence.slot)
         self.running.remove(sequence)
+        self.num_changes += 1
         sequence.pages, sequence.cursor, sequence.slot = [], None, -1

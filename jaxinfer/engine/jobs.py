@@ -1,0 +1,59 @@
+"""One request in the engine: its completions, and where its news goes."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable
+
+from jaxinfer.engine.layout import SamplerLayout
+from jaxinfer.engine.metrics import Clock
+from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.outputs import Delta, RequestOutput
+from jaxinfer.request import Request
+
+type Callback = Callable[[Delta], object]
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """One request. News goes into its mailbox, for whoever submitted it and reads it here; without one to `step`."""
+
+    request_id: str
+    requests: list[Request]
+    layout: SamplerLayout
+    clocks: list[Clock]
+    interactive: bool
+    callback: Callback | None = None
+    mailbox: collections.deque[Delta] | None = None
+    tracks: list[Track] = dataclasses.field(default_factory=list)
+    num_unfinished: int = dataclasses.field(init=False)
+    """Completions whose last news is still to come."""
+
+    def __post_init__(self) -> None:
+        self.num_unfinished = len(self.requests)
+
+    @property
+    def finished(self) -> bool:
+        return self.num_unfinished == 0
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody learns of news before the end."""
+        return self.mailbox is None or self.mailbox.maxlen != 0 or self.callback is not None
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            prompt_token_ids=self.requests[0].prompt,
+            completions=tuple(request.completion() for request in self.requests),
+            prompt_logprobs=self.requests[0].prompt_logprobs(),
+        )
+
+
+def check_submission(request_id: object, callback: object, arrived: object) -> None:
+    """Raises ValueError for arguments of `Engine.submit` that would do harm only later."""
+    if request_id is not None and not isinstance(request_id, str):
+        raise ValueError(f"request_id={request_id!r}; expected a string")
+    if callback is not None and not callable(callback):
+        raise ValueError(f"callback={callback!r}; expected a function of one argument, a Delta")
+    if arrived is not None and not (isinstance(arrived, int | float) and math.isfinite(arrived)):
+        raise ValueError(f"arrived={arrived!r}; expected seconds as time.perf_counter() gives them")
