@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+from collections.abc import Sequence
 
 import families
 import jax
@@ -16,6 +17,11 @@ from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
 
 PAGE_SIZE = 4  # small, so that short prompts cross pages
+PADDED = 64  # tokens of a row in every prefill: two programs, from empty pages and behind others, serve all of a family
+
+LLAMA_AGAIN = ("llama_sharded", "llama_rope_linear", "llama_rope_llama3")
+BY_EVERY_ROUTE = [case for case in families.CASES if case.name not in LLAMA_AGAIN]
+"""The others are llama in shards and with other frequencies, constants that prefill and decoding show to be right."""
 
 
 @functools.cache
@@ -50,6 +56,29 @@ def poisoned_cache(model: Model, num_pages: int) -> kv_cache.PagedKVCache:
     return jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache)
 
 
+def prefill(
+    case: families.FamilyCase, cache: kv_cache.PagedKVCache, table: np.ndarray, start: int, stops: Sequence[int]
+) -> tuple[np.ndarray, kv_cache.PagedKVCache]:
+    """Tokens from `start` to before `stops[row]` of each row; behind them are others, and below is an empty row."""
+    model = load_case(case.name)
+    rows, length = case.tokens.shape
+    tokens = np.random.default_rng(1).integers(0, case.num_tokens, (rows + 1, PADDED)).astype(np.int32)
+    for row, stop in enumerate(stops):
+        tokens[row, : stop - start] = case.tokens[row, start:stop]
+    out, cache = steps.prefill(
+        model.params,
+        cache,
+        jnp.asarray(tokens),
+        jnp.asarray([*(stop - start for stop in stops), 0], jnp.int32),
+        jnp.asarray([start] * rows + [0], jnp.int32),
+        jnp.asarray(table),
+        config=model.config,
+        context_lengths=context_of(case, length, rows + 1),
+        from_empty=start == 0,
+    )
+    return np.asarray(out)[:rows], cache
+
+
 @pytest.mark.parametrize("case", families.CASES, ids=str)
 def test_full_prefill(case: families.FamilyCase) -> None:
     actual = np.asarray(logits(load_case(case.name), case.tokens))
@@ -64,60 +93,34 @@ def test_paged_decode_from_the_first_token(case: families.FamilyCase, rng: np.ra
     """One token of prefill, then every further token through `steps.decode`."""
     model = load_case(case.name)
     rows, length = case.tokens.shape
-    table, num_pages = page_table_for(rows, length, rng)
-    cache = poisoned_cache(model, num_pages)
-    context = context_of(case, length, rows)
-    first = jnp.asarray(case.tokens[:, :1])
-    ones, zeros = jnp.ones(rows, jnp.int32), jnp.zeros(rows, jnp.int32)
-    out, cache = steps.prefill(
-        model.params, cache, first, ones, zeros, jnp.asarray(table), config=model.config, context_lengths=context
-    )
-    collected = [np.asarray(out)]
+    table, num_pages = page_table_for(rows + 1, PADDED, rng)
+    out, cache = prefill(case, poisoned_cache(model, num_pages), table, 0, [1] * rows)
+    collected = [out]
     for position in range(1, length):
         out, cache = steps.decode(
             model.params,
             cache,
             jnp.asarray(case.tokens[:, position]),
             jnp.full(rows, position, jnp.int32),
-            jnp.asarray(table),
+            jnp.asarray(table[:rows]),
             config=model.config,
-            context_lengths=context,
+            context_lengths=context_of(case, length, rows),
         )
         collected.append(np.asarray(out))
     assert_close(np.stack(collected, axis=1), case.logits)
 
 
-@pytest.mark.parametrize("case", families.CASES, ids=str)
+@pytest.mark.parametrize("case", BY_EVERY_ROUTE, ids=str)
 def test_chunked_prefill_at_every_split(case: families.FamilyCase, rng: np.random.Generator) -> None:
-    """Two chunks, cut at every point; both padded to one length, so that two programs serve all splits."""
+    """Two chunks, cut at every point; all padded to one length."""
     model = load_case(case.name)
     rows, length = case.tokens.shape
-    table, num_pages = page_table_for(rows, length, rng)
-    context = context_of(case, length, rows)
-    expected = case.logits
-
-    def chunk(cache: kv_cache.PagedKVCache, start: int, stop: int) -> tuple[np.ndarray, kv_cache.PagedKVCache]:
-        tokens = np.zeros((rows, length), np.int32)
-        tokens[:, : stop - start] = case.tokens[:, start:stop]
-        out, cache = steps.prefill(
-            model.params,
-            cache,
-            jnp.asarray(tokens),
-            jnp.full(rows, stop - start, jnp.int32),
-            jnp.full(rows, start, jnp.int32),
-            jnp.asarray(table),
-            config=model.config,
-            context_lengths=context,
-            from_empty=start == 0,
-        )
-        return np.asarray(out), cache
-
+    table, num_pages = page_table_for(rows + 1, PADDED, rng)
     for split in range(1, length):
-        cache = poisoned_cache(model, num_pages)
-        first, cache = chunk(cache, 0, split)
-        second, _ = chunk(cache, split, length)
-        assert_close(first, expected[:, split - 1])
-        assert_close(second, expected[:, length - 1])
+        first, cache = prefill(case, poisoned_cache(model, num_pages), table, 0, [split] * rows)
+        second, _ = prefill(case, cache, table, split, [length] * rows)
+        assert_close(first, case.logits[:, split - 1])
+        assert_close(second, case.logits[:, length - 1])
 
 
 @pytest.mark.skipif(
@@ -140,72 +143,49 @@ def test_prompts_beginning_by_the_kernel_over_pages(name: str, rng: np.random.Ge
 @pytest.mark.parametrize("case", families.CASES, ids=str)
 def test_padded_batch_of_different_lengths(case: families.FamilyCase, rng: np.random.Generator) -> None:
     """Rows of different lengths in one call, plus an empty row: each row's logits are its own."""
-    if case.length_dependent:
-        lengths = np.full(len(case.tokens), case.tokens.shape[1], np.int32)
-    else:
-        lengths = np.array([case.tokens.shape[1], 1, PAGE_SIZE + 1], np.int32)[: len(case.tokens)]
-    model = load_case(case.name)
     rows, length = case.tokens.shape
-    table, num_pages = page_table_for(rows + 1, 64, rng)
-    tokens = rng.integers(0, case.num_tokens, (rows + 1, 64)).astype(np.int32)
-    for row, used in enumerate(lengths):
-        tokens[row, :used] = case.tokens[row, :used]
-    out, _ = steps.prefill(
-        model.params,
-        poisoned_cache(model, num_pages),
-        jnp.asarray(tokens),
-        jnp.asarray(np.append(lengths, 0).astype(np.int32)),
-        jnp.zeros(rows + 1, jnp.int32),
-        jnp.asarray(table),
-        config=model.config,
-        context_lengths=context_of(case, length, rows + 1),
-        from_empty=True,
-    )
+    lengths = [length] * rows if case.length_dependent else [length, 1, PAGE_SIZE + 1][:rows]
+    table, num_pages = page_table_for(rows + 1, PADDED, rng)
+    out, _ = prefill(case, poisoned_cache(load_case(case.name), num_pages), table, 0, lengths)
     expected = np.stack([case.logits[row, used - 1] for row, used in enumerate(lengths)])
-    assert_close(np.asarray(out)[:rows], expected)
+    assert_close(out, expected)
 
 
-@pytest.mark.parametrize("case", families.CASES, ids=str)
+@pytest.mark.parametrize("case", BY_EVERY_ROUTE, ids=str)
 def test_greedy_continuation(case: families.FamilyCase) -> None:
-    """The tokens transformers generates, alone and beside longer and shorter neighbours."""
+    """The tokens transformers generates, beside longer and shorter neighbours and, where the length matters, alone.
+
+    A batch of one with a draft is compared with the same tokens in `test_speculative_generate.py`, for every family.
+    """
     model = load_case(case.name)
     steps_wanted = len(case.continuation)
     params = SamplingParams(max_tokens=steps_wanted, temperature=0.0, ignore_eos=True)
     prompt = case.prompt.tolist()
-    alone = generate(model, [prompt], params)[0]
-    assert list(alone.token_ids) == case.continuation.tolist()
-    assert alone.finish_reason == "length"
+    if case.length_dependent or case.name == "llama":
+        alone = generate(model, [prompt], params)[0]
+        assert list(alone.token_ids) == case.continuation.tolist()
     neighbours = [case.tokens[0].tolist()[:30], prompt, case.tokens[1].tolist()[:3]]
     together = generate(model, neighbours, params)[1]
     assert list(together.token_ids) == case.continuation.tolist()
+    assert together.finish_reason == "length"
 
 
-@pytest.mark.parametrize("case", families.CASES, ids=str)
+@pytest.mark.parametrize("case", BY_EVERY_ROUTE, ids=str)
 def test_verify_equals_decode(case: families.FamilyCase, rng: np.random.Generator) -> None:
     """Several tokens at once give the logits of the same tokens one by one."""
     model = load_case(case.name)
     rows, length = case.tokens.shape
     drafted = 5
     start = length - drafted
-    table, num_pages = page_table_for(rows, length, rng)
-    context = context_of(case, length, rows)
-    _, cache = steps.prefill(
-        model.params,
-        poisoned_cache(model, num_pages),
-        jnp.asarray(case.tokens[:, :start]),
-        jnp.full(rows, start, jnp.int32),
-        jnp.zeros(rows, jnp.int32),
-        jnp.asarray(table),
-        config=model.config,
-        context_lengths=context,
-    )
+    table, num_pages = page_table_for(rows + 1, PADDED, rng)
+    _, cache = prefill(case, poisoned_cache(model, num_pages), table, 0, [start] * rows)
     out, _ = steps.verify(
         model.params,
         cache,
         jnp.asarray(case.tokens[:, start:]),
         jnp.full(rows, start, jnp.int32),
-        jnp.asarray(table),
+        jnp.asarray(table[:rows]),
         config=model.config,
-        context_lengths=context,
+        context_lengths=context_of(case, length, rows),
     )
     assert_close(np.asarray(out), case.logits[:, start:])
