@@ -109,7 +109,7 @@ CASES: list[Product | Attention] = [
     Product(32, *UP, 18.0),
     Product(8, *UP, 22.0, bits=8),
     Product(1, *UP, 22.0, bits=8),
-    Product(8, *UP, 30.0, book=True),
+    Product(8, *UP, 23.0, book=True),
     Product(64, *UP, 36.0, bits=8),
     Product(256, *UP, 95.0),
     Product(1024, *UP, 230.0),

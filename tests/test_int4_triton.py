@@ -187,6 +187,7 @@ COMPILED = [
     (64, 14336, 4096, 128, "zero_point", jnp.bfloat16),
     (4, 1536, 576, 16, "minimum", jnp.float32),
     (7, 72, 192, 64, "nf4", jnp.float16),
+    (64, 576, 1536, 32, "mxfp4", jnp.bfloat16),
     (64, 72, 192, 64, "nf4", jnp.float32),
     (8, 14336, 4096, 128, "8 bits zero_point", jnp.bfloat16),
     (64, 576, 1536, 32, "8 bits minimum", jnp.float16),
@@ -226,9 +227,15 @@ def test_compiles_for(capability, rows, out_features, in_features, group_size, k
 def test_schedules_fill_the_card_once(rows, out_features, tiles, card, expected) -> None:
     multiprocessors, capability = card
     options = {"multiprocessors": multiprocessors, "capability": capability}
-    assert schedule_for(rows, out_features, tiles, exact=False, **options) == expected
+    assert schedule_for(rows, out_features, tiles, exact=False, book=False, **options) == expected
     if rows <= 4:
-        assert schedule_for(rows, out_features, tiles, exact=True, **options).kernel == "gemv"
+        assert schedule_for(rows, out_features, tiles, exact=True, book=False, **options).kernel == "gemv"
+
+
+def test_code_books_have_three_blocks_on_a_multiprocessor() -> None:
+    for exact, splits in ((False, 3), (True, 4)):
+        found = schedule_for(8, 14336, 32, exact=exact, book=True, multiprocessors=132, capability="9.0")
+        assert found.splits == splits
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")

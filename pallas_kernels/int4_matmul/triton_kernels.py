@@ -39,6 +39,92 @@ def unit_of(book_ptr, KIND: tl.constexpr, dtype: tl.constexpr):
 
 
 @kernel
+def plane(book_ptr, unit, n, FIRST: tl.constexpr, SHIFT: tl.constexpr, dtype: tl.constexpr):
+    """A byte of each of four entries of a code book, as 16-bit numbers in its unit: a word, once for each of n.
+
+    Once for all, it would be what Triton calls a splat, which it does not carry over into the layout of a product.
+    """
+    word = tl.zeros(n.shape, tl.int32)
+    for i in tl.static_range(4):
+        number = (tl.load(book_ptr + FIRST + i + n * 0) / unit).to(dtype)
+        bits = number.to(tl.int16, bitcast=True).to(tl.int32)
+        word |= ((bits >> SHIFT) & 255) << (8 * i)
+    return word[:, None]
+
+
+@kernel
+def planes(book_ptr, unit, n, dtype: tl.constexpr):
+    """A code book as `looked_up` takes it: the lower bytes of its 16 entries in 4 words, and the upper ones."""
+    return (
+        plane(book_ptr, unit, n, 0, 0, dtype),
+        plane(book_ptr, unit, n, 4, 0, dtype),
+        plane(book_ptr, unit, n, 8, 0, dtype),
+        plane(book_ptr, unit, n, 12, 0, dtype),
+        plane(book_ptr, unit, n, 0, 8, dtype),
+        plane(book_ptr, unit, n, 4, 8, dtype),
+        plane(book_ptr, unit, n, 8, 8, dtype),
+        plane(book_ptr, unit, n, 12, 8, dtype),
+    )
+
+
+@kernel
+def looked_up(words, book, dtype: tl.constexpr):
+    """What the four codes of every word of [rows, width] stand for in a code book's `planes`: four sets of numbers."""
+    l0, l1, l2, l3, h0, h1, h2, h3 = book
+    # A word's nibbles without their upper bits are what prmt wants: which of eight bytes. The upper bit chooses between
+    # entries 0 to 7 and 8 to 15, byte i of the one or of the other. $4 has two words, every other operand comes twice.
+    CODE: tl.constexpr = """{
+        .reg .b32 s, t, which, a, b, low0, high0, low1, high1;
+        and.b32 s, $4, 0x7777;
+        shr.u32 t, $4, 1;
+        lop3.b32 which, t, 0x4444, 0x3210, 0xEA;
+        prmt.b32 a, $5, $7, s;
+        prmt.b32 b, $9, $11, s;
+        prmt.b32 low0, a, b, which;
+        prmt.b32 a, $13, $15, s;
+        prmt.b32 b, $17, $19, s;
+        prmt.b32 high0, a, b, which;
+        shr.u32 t, $4, 16;
+        and.b32 s, t, 0x7777;
+        shr.u32 t, $4, 17;
+        lop3.b32 which, t, 0x4444, 0x3210, 0xEA;
+        prmt.b32 a, $5, $7, s;
+        prmt.b32 b, $9, $11, s;
+        prmt.b32 low1, a, b, which;
+        prmt.b32 a, $13, $15, s;
+        prmt.b32 b, $17, $19, s;
+        prmt.b32 high1, a, b, which;
+        prmt.b32 a, low0, high0, 0x5140;
+        prmt.b32 b, low1, high1, 0x5140;
+        prmt.b32 $0, a, b, 0x5410;
+        prmt.b32 $1, a, b, 0x7632;
+        prmt.b32 a, low0, high0, 0x7362;
+        prmt.b32 b, low1, high1, 0x7362;
+        prmt.b32 $2, a, b, 0x5410;
+        prmt.b32 $3, a, b, 0x7632;
+    }"""
+    OPERANDS: tl.constexpr = "=r,=r,=r,=r" + ",r" * 17
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            CODE,
+            OPERANDS,
+            [words, l0, l1, l2, l3, h0, h1, h2, h3],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            CODE,
+            OPERANDS,
+            [words, l0, l1, l2, l3, h0, h1, h2, h3],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@kernel
 def numbers(
     words,
     zero,
@@ -176,13 +262,18 @@ def int4_matmul_dot(
     rows = x_ptr + m.to(tl.int64)[None, :] * K + inputs[:, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
 
+    LOOK_UP: tl.constexpr = KIND == "code_book" and ASM and dtype != tl.float32
     unit = unit_of(book_ptr, KIND, dtype)
+    if LOOK_UP:
+        book = planes(book_ptr, unit, n, dtype)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     scale, offset = scale_and_offset(
         scales_ptr, offsets_ptr, n_stored, first * CODES * WIDTH, PADDED, GROUP, GROUPS, KIND
     )
     for tile in tl.range(first, last, num_stages=STAGES):
         words = tl.load(codes + tile * (16 * WIDTH), eviction_policy="evict_first")
+        if LOOK_UP:
+            found = looked_up(words, book, dtype)
         for segment in tl.static_range(SEGMENTS):
             k = tile * (CODES * WIDTH) + segment * (CODES * WIDTH // SEGMENTS)
             # Those of the next segment are asked for now: they are too small for asynchronous copies.
@@ -202,7 +293,12 @@ def int4_matmul_dot(
                 else:
                     inside = (m < M)[None, :] & (column + inputs < K)[:, None]
                     x = tl.load(rows + column, mask=inside, other=0.0)
-                w = numbers(words, zero, book_ptr, unit, segment * (CODES // SEGMENTS) + part, BITS, KIND, dtype, ASM)
+                if LOOK_UP:
+                    w = found[segment * (CODES // SEGMENTS) + part]
+                else:
+                    w = numbers(
+                        words, zero, book_ptr, unit, segment * (CODES // SEGMENTS) + part, BITS, KIND, dtype, ASM
+                    )
                 if dtype == tl.float32:
                     product = tl.dot(w, x, product, input_precision="tf32x3")
                 else:

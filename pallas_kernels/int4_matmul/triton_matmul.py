@@ -59,6 +59,7 @@ def int4_matmul(x: jax.Array, w: Packed, *, out_dtype: jnp.dtype, schedule: Sche
             w.shape[0],
             tiles,
             exact=x.dtype == jnp.float32,
+            book=w.book is not None,
             multiprocessors=triton_backend.multiprocessors(),
             capability=triton_backend.capability(),
         )

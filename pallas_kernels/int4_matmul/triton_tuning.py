@@ -47,20 +47,24 @@ SHARED_BYTES = {"8.0": 164 << 10, "8.6": 100 << 10, "8.7": 164 << 10, "8.9": 100
 """Shared memory of a multiprocessor by compute capability; of what is not listed at least 100 KB are assumed."""
 MOST_BLOCKS = 4
 """Blocks of 4 warps on a multiprocessor: what 128 registers a thread leave room for."""
+MOST_BLOCKS_WITH_BOOK = 3
+"""Code books of 16 bits take 168 registers in blocks of 4 warps."""
 LEAST_TILES = 4
 """Tiles of a share of the inputs, so that its pipeline fills."""
 
 
 def schedule_for(
-    rows: int, out_features: int, tiles: int, *, exact: bool, multiprocessors: int, capability: str
+    rows: int, out_features: int, tiles: int, *, exact: bool, book: bool, multiprocessors: int, capability: str
 ) -> Schedule:
-    """The schedule for `rows` rows and `tiles` tiles of inputs; `exact` where rows are float32.
+    """The schedule for `rows` rows and `tiles` tiles of inputs; `exact` where rows are float32, `book` for code books.
 
     Blocks that share an output feature split its inputs until all multiprocessors have their blocks at once.
     """
     table = EXACT if exact else DOT
     schedule, shared = table[next((most for most in table if rows <= most), max(table))]
     resident = max(1, min(MOST_BLOCKS * 4 // schedule.warps, SHARED_BYTES.get(capability, 100 << 10) // shared))
+    if book and not exact:
+        resident = min(resident, MOST_BLOCKS_WITH_BOOK)
     row_blocks = -(-rows // schedule.block_m) if schedule.block_m else 1
     blocks = -(-out_features // schedule.block_n) * row_blocks
     splits = max(1, min(resident * multiprocessors // blocks, tiles // LEAST_TILES))
