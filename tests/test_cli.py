@@ -389,6 +389,37 @@ sys.exit(main(["info", "/dev/null/none"]))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    "meets",
+    [
+        # A callback of the garbage collector, whose exceptions Python prints and forgets: JAX has one.
+        "gc.callbacks.append(lambda phase, _: phase == 'start' and interrupt()); gc.collect(); time.sleep(20)",
+        # The initialisation of a module in C++, which pybind11 makes an ImportError of.
+        "raise ImportError('initialization failed') from KeyboardInterrupt()",
+    ],
+    ids=["garbage collector", "C++ module"],
+)
+def test_an_interruption_that_others_swallow_is_exit_code_130(meets: str) -> None:
+    program = f"""
+import gc, os, signal, sys, time
+from jaxinfer.cli import command_line, main
+
+def interrupt():
+    gc.callbacks.clear()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0)
+
+def run(arguments):
+    {meets}
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+command_line.run = run
+sys.exit(main([]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_other_errors_keep_their_traceback(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a fault of ours")

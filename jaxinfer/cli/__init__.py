@@ -1,14 +1,43 @@
 """The command line. This file alone is imported before `main` runs: see `command_line.py` for the rest."""
 
-from collections.abc import Sequence
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. `arguments` are those of the process if not given."""
     try:
-        # Imported here, so that Ctrl-C while it is ends the program without a traceback.
-        from jaxinfer.cli import command_line
+        with _interrupts_are_kept():
+            # Imported here, so that Ctrl-C while it is ends the program without a traceback.
+            from jaxinfer.cli import command_line
 
-        return command_line.run(arguments)
+            return command_line.run(arguments)
     except KeyboardInterrupt:
         return 130
+    except ImportError as error:
+        # What Ctrl-C makes of a module in C++ whose initialisation it meets.
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            return 130
+        raise
+
+
+@contextlib.contextmanager
+def _interrupts_are_kept() -> Iterator[None]:
+    """Ctrl-C that meets a callback of the garbage collector, as JAX has one, is printed and forgotten: sent again."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            again = signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+            threading.Timer(0.01, *again).start()  # sent from here it would be forgotten as well
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
