@@ -14,7 +14,8 @@ from jaxinfer.layers.weights import ScaledCodes
 from jaxinfer.quantization.plan import PRESETS
 
 FOLDER = families.BY_NAME["llama"].folder
-PROMPT = [5, 9, 2, 7, 11, 3, 8]
+PROMPT = [5, 9, 2, 7, 11, 3, 8, 40, 31, 22] * 2
+"""More than a page."""
 
 
 def expected_logits(original: ji.Model, packed: ji.Model) -> list[jax.Array]:
@@ -44,6 +45,8 @@ def test_prompts_by_the_copy_and_decoding_by_the_codes(caplog: pytest.LogCapture
     wanted = [jax.nn.log_softmax(logits[: both.config.num_tokens]) for logits in expected_logits(original, both)]
     config = ji.EngineConfig(max_decode_batch=1, max_context=64, prefill_lengths=(64,), num_pages=9)
     with ji.Engine(both, config) as engine:
+        # Scores, which are those of the codes, leave no pages to prompts.
+        engine.score([PROMPT], [[5, 9]])
         outputs = [*ji.generate(both, PROMPT, params), *engine.generate([PROMPT], params)]
     for output in outputs:
         tables = output.completions[0].logprobs

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import numpy as np
@@ -270,5 +270,7 @@ def _pieces(run: Run, tokens: list[int], bounds: Sequence[int], pages: list[int]
     return [piece(low, high, piece(0, low, None) if low else None) for low, high in itertools.pairwise(bounds)]
 
 
-def _salt(run: Run, runner: Runner) -> int:
-    return length_class(runner.model.config, run.context_length)
+def _salt(run: Run, runner: Runner) -> Hashable:
+    """Scores are those of the codes, also where prompts have a decoded copy: their pages are no prompt's then."""
+    length = length_class(runner.model.config, run.context_length)
+    return length if runner.model.prefill_params is None else ("codes", length)
