@@ -26,6 +26,7 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks import kernels_triton
 from benchmarks.harness import RESULTS, Recorder, read_rate
 from pallas_kernels.int4_matmul import PackedInt4, dequantize, mosaic, tuning
+from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.operands import Tokens
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Stream
@@ -60,7 +61,7 @@ class Case:
     def record(self) -> dict[str, object]:
         s = self.chosen
         way = "scaled" if s.scaled else "digits" if s.digits else "halves"
-        way += " together" if s.together else ""
+        way += (" together" if s.together else "") + (" bulk" if s.bulk else "")
         return {
             "op": "int4_matmul",
             "m": self.m,
@@ -159,27 +160,26 @@ def inputs(
 
 def read(w: Any, plan: Plan, a: mosaic.Arguments, slice_: Any, block: Any, *, with_x: bool) -> None:
     """One warp's part of a kernel that fetches the weights as `mosaic.multiply` does, and only adds up their bits."""
-    stream = Stream(w, plan, a.weights, slice_, block)
+    stream = (BulkStream if plan.schedule.bulk else Stream)(w, plan, a.weights, slice_, block)
     zero, total = w.integer(0), w.integer(0)
     tokens = Tokens(w, plan, a.x, None, stream.first_tile).words() if with_x else []
-    w.warp_barrier()
-    for d in range(plan.schedule.depth):
-        stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
+    stream.open()
+    stream.fill()
     for words in (words for steps in tokens for blocks in steps for words in blocks):
         total = total + words[0] + words[1]
+    stream.spare_is_free()
 
     def turn(index: Any, carry: Any) -> Any:
-        slot, next_slot, total = carry
-        stream.start(index + plan.schedule.depth, next_slot)
-        stream.wait()
+        total, *slots = carry
+        places = stream.arrived(index, slots)
         for piece in range(plan.warp_tiles):
-            for word in w.shared_words(stream.ring + slot + w.lane * 16, piece * PIECE_BYTES):
+            for word in w.shared_words(places.words + w.lane * 16, piece * PIECE_BYTES):
                 total = total + word
-        return stream.after(slot), stream.after(next_slot), total
+        return total, *stream.read(slots)
 
-    carry = w.loop(stream.count, (zero, w.integer(plan.schedule.depth * plan.slot_bytes), total), turn)
+    carry = w.loop(stream.count, (total, *stream.first()), turn)
     # Something has to depend on the words; this stores once in a million runs.
-    w.store_number(a.out, zero, w.number(1.0), a.out_dtype, carry[2] < -2147483000)
+    w.store_number(a.out, zero, w.number(1.0), a.out_dtype, carry[0] < -2147483000)
 
 
 def timed(function: Callable[..., Any], *arguments: Any, iterations: int = 6) -> tuple[list[float], float]:

@@ -25,79 +25,91 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from benchmarks.harness import RESULTS, Recorder
-from benchmarks.kernels_int4 import BF16, DOWN, OUT, QKV, UP, Case, inputs, weights_of
+from benchmarks.kernels_int4 import BF16, DOWN, GATE_UP, NORM_GATE, OUT, QKV, UP, Case, inputs, read, weights_of
 from pallas_kernels.int4_matmul import mosaic
 from pallas_kernels.int4_matmul.plan import Plan, Schedule
-from pallas_kernels.int4_matmul.warp import Int4Warp, Value
+from pallas_kernels.int4_matmul.warp import Value
+from pallas_kernels.int4_matmul.wide_warp import WideWarp
 
-STAMPS, PROLOGUE, PER_TURN = 40, 8, 4
-END_TIME, END, START_TIME = 36, 37, 38
-"""Places of stamps: the kernel's start and its barriers before the loop; from PROLOGUE on those of each turn of at most
-seven; its end, and its start and end by the card's clock in nanoseconds."""
+PROLOGUE, TURNS, PER_TURN = 9, 7, 6
+END_TIME = PROLOGUE + TURNS * PER_TURN
+END, START_TIME, STAMPS = END_TIME + 1, END_TIME + 2, END_TIME + 3
+"""Places of stamps: the kernel's start and its barriers before the loop; those of each turn (of the seventh and later
+ones the last); its end, and its start and end by the card's clock in nanoseconds."""
 
-WIDE = Schedule(16, 2, 4, 3, 132, digits=True)
-TALL = Schedule(8, 2, 4, 3, 264, digits=True)
-
-
-def scaled(schedule: Schedule, **fields: int) -> Schedule:
-    return dataclasses.replace(schedule, digits=False, scaled=True, **fields)
+WIDE = Schedule(16, 2, 4, 3, 132, scaled=True)
+TALL = Schedule(8, 2, 2, 3, 264, scaled=True)
+PAIR = Schedule(16, 1, 4, 6, 132, scaled=True, together=True)
 
 
-PAIR = scaled(WIDE, parts=1, depth=6, together=True)
+def bulk(schedule: Schedule, **fields: int) -> Schedule:
+    return dataclasses.replace(schedule, bulk=True, **fields)
+
+
+def two(schedule: Schedule) -> Schedule:
+    return dataclasses.replace(schedule, strips=2)
 
 
 CASES = [
-    Case(1, *UP, 11.2, WIDE),
-    Case(1, *UP, 9.9, scaled(WIDE)),
-    Case(1, *UP, 9.9, scaled(WIDE, depth=5)),
-    Case(1, *UP, 10.1, scaled(WIDE, strips=2)),
-    Case(8, *UP, 12.6, WIDE),
-    Case(8, *UP, 12.0, scaled(WIDE)),
-    Case(16, *UP, 14.7, Schedule(16, 2, 2, 3, 132)),
-    Case(16, *UP, 14.2, scaled(WIDE, strips=2)),
+    Case(1, *UP, 8.3, WIDE, only="read"),
+    Case(1, *UP, 8.3, bulk(WIDE), only="read"),
+    Case(1, *UP, 8.3, bulk(WIDE, depth=5), only="read"),
+    Case(1, *UP, 10.5, WIDE),
+    Case(1, *UP, 9.7, bulk(WIDE)),
+    Case(1, *UP, 9.7, bulk(WIDE, depth=4)),
+    Case(8, *UP, 10.9, bulk(two(WIDE))),
+    Case(8, *UP, 10.9, bulk(two(WIDE), depth=4)),
     Case(8, *UP, 11.3, PAIR),
-    Case(16, *UP, 12.4, dataclasses.replace(PAIR, strips=2)),
+    Case(8, *UP, 10.6, bulk(PAIR)),
+    Case(8, *UP, 10.6, bulk(PAIR, depth=4)),
+    Case(16, *UP, 12.4, two(PAIR)),
+    Case(16, *UP, 11.6, bulk(two(PAIR))),
+    Case(1, *DOWN, 9.6, bulk(TALL)),
+    Case(8, *DOWN, 10.5, bulk(TALL)),
+    Case(16, *DOWN, 13.5, bulk(two(WIDE), parts=1, depth=5)),
+    Case(1, *OUT, 4.2, bulk(WIDE)),
+    Case(1, *OUT, 4.3, bulk(PAIR)),
     Case(8, *OUT, 4.4, PAIR),
+    Case(8, *OUT, 4.3, bulk(PAIR)),
+    Case(8, *OUT, 5.3, bulk(two(WIDE))),
+    Case(16, *OUT, 5.0, bulk(two(PAIR))),
     Case(8, *QKV, 5.7, PAIR),
-    Case(1, *UP, 10.2, PAIR),
-    Case(1, *OUT, 4.3, PAIR),
-    Case(16, *OUT, 5.0, dataclasses.replace(PAIR, strips=2)),
-    Case(1, *DOWN, 10.2, scaled(WIDE, parts=1)),
-    Case(1, *DOWN, 9.9, scaled(TALL)),
-    Case(8, *DOWN, 11.1, scaled(TALL, strips=2)),
-    Case(16, *DOWN, 14.5, scaled(WIDE, strips=2, parts=1)),
-    Case(1, *OUT, 4.4, scaled(WIDE)),
-    Case(8, *OUT, 5.7, scaled(WIDE)),
-    Case(8, *OUT, 4.6, scaled(WIDE, parts=1)),
-    Case(8, *QKV, 7.0, scaled(WIDE)),
+    Case(8, *QKV, 5.6, bulk(PAIR)),
+    Case(1, *QKV, 5.3, bulk(WIDE)),
+    Case(1, *GATE_UP, 17.4, bulk(WIDE), fusion=NORM_GATE),
+    Case(8, *GATE_UP, 18.5, bulk(PAIR), fusion=NORM_GATE),
+    Case(1, *UP, 10.0, bulk(PAIR)),
 ]
 STAMPED = [
-    Case(1, *UP, 0, WIDE),
-    Case(1, *UP, 0, scaled(WIDE)),
-    Case(8, *UP, 0, WIDE),
-    Case(8, *UP, 0, scaled(WIDE)),
-    Case(8, *OUT, 0, scaled(WIDE)),
-    Case(8, *OUT, 0, PAIR),
+    Case(1, *UP, 0, bulk(WIDE)),
+    Case(8, *UP, 0, bulk(two(WIDE))),
+    Case(8, *UP, 0, bulk(PAIR)),
+    Case(8, *OUT, 0, bulk(PAIR)),
 ]
 
 
-class StampedWarp(Int4Warp):
-    """Writes clocks where the kernel has its barriers, for the first and the last warp, in place of its results."""
+class StampedWarp(WideWarp):
+    """Writes clocks where the kernel has its barriers, for the first and the last warp, in place of its results.
+
+    A turn's are: its start, weights there, and where sums are added its sums made, all warps' sums made. With bulk
+    copies: its start, room for the next strip (of one warp in four), weights there, weights read, and the same two.
+    """
 
     _out: Any
     _lead: Value
     _base: Value
-    _place: Any
+    _first: Value
+    _next: int
 
     @classmethod
-    def of(cls, w: Int4Warp, plan: Plan, out: Any, block: Value) -> "StampedWarp":
+    def of(cls, w: WideWarp, plan: Plan, out: Any, block: Value) -> "StampedWarp":
         stamped = cls.__new__(cls)
         stamped.__dict__.update(w.__dict__)
         last = w.integer(plan.schedule.warps - 2) < w.warp
         first = w.warp < 1
         stamped._out, stamped._lead = out, (w.lane < 1) & w.select(first, first, last)
         stamped._base = block * (2 * STAMPS) + w.select(last, w.integer(STAMPS), w.integer(0))
-        stamped._place = 0
+        stamped._first, stamped._next = w.integer(0), 0
         stamped._put(stamped._base + START_TIME, "%globaltimer_lo")
         stamped._stamp()
         return stamped
@@ -108,11 +120,17 @@ class StampedWarp(Int4Warp):
         self._emit("@$2 st.global.b32 [$0], $1;", "l,r,b", self._pointer(self._out, place, 4), bits, self._lead.ir)
 
     def _stamp(self) -> None:
-        self._put(self._base + self._place, "%clock")
-        self._place = self._place + 1
+        if self._next < 0:
+            return
+        self._put(self._base + self._first + self._next, "%clock")
+        self._next += 1
 
     def warp_barrier(self) -> None:
         super().warp_barrier()
+        self._stamp()
+
+    def barrier_wait(self, barrier: Value, parity: Value) -> None:
+        super().barrier_wait(barrier, parity)
         self._stamp()
 
     def block_barrier(self) -> None:
@@ -121,14 +139,18 @@ class StampedWarp(Int4Warp):
         self._stamp()
 
     def loop(self, count: Value, carry: Sequence[Value], body: Callable[..., Any]) -> Any:
+        if not carry:
+            return super().loop(count, carry, body)
         self._stamp()
 
         def stamped(index: Value, inner: Any) -> Any:
-            self._place = index * PER_TURN + PROLOGUE
+            last = self.integer(TURNS - 1)
+            self._first, self._next = self.select(index < last, index, last) * PER_TURN + PROLOGUE, 0
             self._stamp()
             return body(index, inner)
 
         result = super().loop(count, carry, stamped)
+        self._first, self._next = self.integer(END_TIME), -STAMPS  # no stamps behind the loop
         self._put(self._base + END, "%clock")
         self._put(self._base + END_TIME, "%globaltimer_lo")
         return result
@@ -143,14 +165,19 @@ def operands(case: Case) -> tuple[jax.Array, list[Any]]:
 
 
 def compiled(case: Case) -> Any:
-    """The product with every weight in turn."""
+    """The product with every weight in turn, traced and lowered."""
     schedule = case.chosen
+    _, given, _ = inputs(case.m, case.k, case.n, case.group, case.kind, case.fusion)
 
-    def products(x: jax.Array, weights: list[Any]) -> list[jax.Array]:
-        return [mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=BF16) for w in weights]
+    @jax.jit
+    def product(x: jax.Array, w: Any) -> jax.Array:
+        if case.only:
+            program = functools.partial(read, with_x=case.only == "read x")
+            return mosaic.partial_sums(x, w, schedule=schedule, out_dtype=BF16, program=program)
+        return mosaic.int4_matmul(x, w, **given, schedule=schedule, out_dtype=BF16, fusion=case.fusion)
 
     x, weights = operands(case)
-    return jax.jit(products).lower(x, weights)
+    return jax.jit(lambda x, weights: [product(x, w) for w in weights]).lower(x, weights)
 
 
 def run(recorder: Recorder, case: Case, function: Any) -> None:
@@ -167,6 +194,8 @@ def run(recorder: Recorder, case: Case, function: Any) -> None:
     others = (sum(us for _, us in kernels) - sum(ours)) / len(ours)
     us, spread = statistics.median(ours), statistics.quantiles(ours, n=10)
     verdict = f"error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'}{'' if error < 1e-2 else ' WRONG'}"
+    if case.only:
+        verdict = "reads only,"
     print(f"predicted {case.predicted_us} us, {verdict} p10-p90 {spread[0]:.1f}-{spread[-1]:.1f} sum {others:.1f}")
     recorder.record(case.record, {"us": (us, "us"), "tb_per_s": (case.k * case.n / 2 / us / 1e6, "TB/s")})
 
@@ -175,7 +204,7 @@ def stamped(case: Case) -> Any:
     """The product with every weight in turn, with stamps for results."""
     schedule = case.chosen
 
-    def program(w: Int4Warp, plan: Plan, a: mosaic.Arguments, slice_: Value, block: Value) -> None:
+    def program(w: WideWarp, plan: Plan, a: mosaic.Arguments, slice_: Value, block: Value) -> None:
         w = StampedWarp.of(w, plan, a.out, slice_ * plan.blocks_per_slice + block)
         mosaic.multiply(w, plan, a, slice_, block)
 
@@ -188,26 +217,29 @@ def stamped(case: Case) -> Any:
 
 
 def show(case: Case, function: Any) -> None:
+    """Prints medians over all launches and blocks; blocks end at different times, so those separately."""
     x, weights = operands(case)
     jax.block_until_ready(function(x, weights))
     plan = Plan.of(case.m, weights[0], case.chosen)
     blocks = plan.slices * plan.blocks_per_slice
-    out = np.asarray(function(x, weights)[len(weights) // 2]).view(np.uint32).reshape(-1)
-    all_stamps = out[: blocks * 2 * STAMPS].reshape(blocks, 2, STAMPS).astype(np.int64)
-    begin, end = all_stamps[:, 0, START_TIME], all_stamps[:, 0, END_TIME]
-    print(f"{case.name}: {blocks} blocks started within {np.ptp(begin)} ns, ended within {np.ptp(end)} ns")
-    print(f"  first start to last end {end.max() - begin.min()} ns, a block {np.median(end - begin):.0f} ns")
+    launches = [np.asarray(out).view(np.uint32).reshape(-1) for out in function(x, weights)]
+    stamps = np.stack([launch[: blocks * 2 * STAMPS].reshape(blocks, 2, STAMPS) for launch in launches]).astype(
+        np.int64
+    )
+    begin = stamps[:, :, 0, START_TIME].min(1, keepdims=True)
+    ends = np.sort(stamps[:, :, 0, END_TIME] - begin, 1)
+    quantiles = [f"{np.median(ends[:, int(q * (blocks - 1))]):.0f}" for q in (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)]
+    print(
+        f"{case.name}: ns from the first start to the end of the first, 10 %, 25, 50, 75, 90, last block: {quantiles}"
+    )
     for which in range(2):
-        clocks = (all_stamps[:, which] - all_stamps[:, which, :1]) & 0xFFFFFFFF
+        clocks = (stamps[:, :, which] - stamps[:, :, which, :1]) & 0xFFFFFFFF
+        columns = clocks.reshape(-1, STAMPS).T
         # A stamp that was not written in a block is a huge difference.
-        middle = [
-            f"{np.median(column[column < 1 << 20]):.0f}" if (column < 1 << 20).any() else "-" for column in clocks.T
-        ]
+        middle = [f"{np.median(c[c < 1 << 20]):.0f}" if (c < 1 << 20).mean() > 0.3 else "-" for c in columns]
         turns = [middle[i : i + PER_TURN] for i in range(PROLOGUE, END_TIME, PER_TURN)]
-        print(
-            f"  {'last' if which else 'first'} warp, clocks: before {' '.join(middle[1:PROLOGUE])}; end {middle[END]}"
-        )
-        print(f"    turns (start, weights there, sums made, all added): {'; '.join(' '.join(turn) for turn in turns)}")
+        print(f"  {('first', 'last')[which]} warp, clocks: before {' '.join(middle[1:PROLOGUE])}; end {middle[END]}")
+        print(f"    turns (see StampedWarp): {'; '.join(' '.join(turn) for turn in turns)}")
 
 
 def main() -> None:

@@ -259,8 +259,12 @@ def flat_weights(weight: Packed) -> Weights:
 
 
 def _run_cluster(plan: Plan, arguments: Any, slices: tuple[int, ...], block: int) -> None:
+    from simulated_wide_warp import Barriers, SimulatedWideWarp  # which imports this module
+
+    barriers = Barriers()
+
     def program(warp: SimulatedWarp, rank: int) -> None:
-        w = SimulatedInt4Warp(warp)
+        w = SimulatedWideWarp(warp, barriers)
         mosaic.multiply(w, plan, arguments, w.integer(slices[rank]), w.integer(block))
 
     run_cluster(len(slices), plan.schedule.warps, plan.shared_bytes, program)

@@ -28,13 +28,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_matmul.book import Book
+from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens, bias_of
 from pallas_kernels.int4_matmul.packing import STRIP, Kind
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.plan import PIECE_BYTES, PLAIN, Fusion, Plan, Schedule
+from pallas_kernels.int4_matmul.plan import PART, PIECE_BYTES, PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.scaled import Rows, Scaled
-from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
-from pallas_kernels.int4_matmul.warp import Int4Warp
+from pallas_kernels.int4_matmul.stream import Places, Stream, Weights, arrays_of
+from pallas_kernels.int4_matmul.wide_warp import WideWarp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,32 +55,30 @@ class Arguments:
 
 
 def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
-    """One warp's work: the instructions are emitted through `w`, an Int4Warp (or its NumPy twin in the tests)."""
+    """One warp's work: the instructions are emitted through `w`, a WideWarp (or its NumPy twin in the tests)."""
     schedule = plan.schedule
     if schedule.together:
         w.cluster_arrive(release=False)
     group, quad = w.lane // 4, w.lane % 4
     zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
-    stream = Stream(w, plan, a.weights, slice_, block)
+    stream = (BulkStream if schedule.bulk else Stream)(w, plan, a.weights, slice_, block)
     # x first: it waits for all weights that were asked for before it.
     x = operand(w, plan, a, stream)
-    w.warp_barrier()  # ptxas would move the loads of x to where it is used, behind all weights
-    for d in range(schedule.depth):
-        stream.start(w.integer(d), w.integer(d * plan.slot_bytes))
+    stream.open()  # without a barrier, ptxas would move the loads of x to where it is used, behind all weights
+    stream.fill()
     w.warp_barrier()
     x.prepare(*([] if a.weights.book is None else [Book(w, a.weights.book, as_bytes=schedule.digits)]))
+    stream.spare_is_free()
     nothing = [w.number(0.0)] * 4
 
     def turn(index: Any, carry: Any) -> Any:
-        slot, next_slot, place, buffer, end = carry
-        stream.start(index + schedule.depth, next_slot)
-        stream.wait()
-        base = stream.ring + slot
-        pieces = [words_of(base + w.lane * 16, t * plan.tile_bytes) for t in range(plan.warp_tiles)]
+        place, buffer, end, *slots = carry
+        places = stream.arrived(index, slots)
+        pieces = [words_of(places.words + w.lane * 16, t * plan.tile_bytes) for t in range(plan.warp_tiles)]
         totals = [nothing] * plan.token_blocks
         for i in range(plan.segments):
             products = x.product(pieces, i)
-            scale, offset = scale_and_offset(base, i)
+            scale, offset = scale_and_offset(places, i)
             bias = bias_of(w, plan, a.kind, x.code_bias, scale, offset)
             if bias is not None:
                 totals = [
@@ -90,6 +89,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
                 [w.fma(scale[e // 2], product[e], total[e]) for e in range(4)]
                 for total, product in zip(totals, products, strict=True)
             ]
+        slots = stream.read(slots)
         sums = buffer + place * plan.strip_bytes + (w.warp * plan.sums_bytes + plan.sums_start)
         sums = sums + quad * (2 * plan.token_bytes) + group * 4
         for b, total in enumerate(x.finished(totals)):
@@ -106,11 +106,10 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
         w.when(full, add)
         return (
-            stream.after(slot),
-            stream.after(next_slot),
             w.select(full, zero, done),
             w.select(full, other_buffer - buffer, buffer),
             w.select(full, at_most(end + schedule.strips), end),
+            *slots,
         )
 
     def words_of(address: Any, place: int) -> list[Any]:
@@ -121,14 +120,14 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     def at_most(index: Any) -> Any:
         return w.select(index < stream.count, index, stream.count)
 
-    def scale_and_offset(base: Any, segment: int) -> tuple[Any, Any]:
+    def scale_and_offset(places: Places, segment: int) -> tuple[Any, Any]:
         """Two each, of this lane's two rows."""
-        place = plan.words_bytes + segment * STRIP * plan.scale_bytes
-        scale = w.shared_pair(base + group * (2 * plan.scale_bytes), a.scale_dtype, place)
+        place = segment * STRIP * plan.scale_bytes
+        scale = w.shared_pair(places.scales + group * (2 * plan.scale_bytes), a.scale_dtype, place)
         if a.offset_dtype is None:
             return scale, None
-        place = plan.offsets_start + segment * STRIP * plan.offset_bytes
-        return scale, w.shared_pair(base + group * (2 * plan.offset_bytes), a.offset_dtype, place)
+        place = segment * STRIP * plan.offset_bytes
+        return scale, w.shared_pair(places.offsets + group * (2 * plan.offset_bytes), a.offset_dtype, place)
 
     def store_added(first: Any, strips: Any, buffer: Any) -> None:
         """Adds the warps' sums of some strips, in order, and writes what becomes of them."""
@@ -228,19 +227,19 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
     if schedule.together:
         w.cluster_wait()  # all blocks run: there is shared memory to send to
-    next_slot, end = w.integer(schedule.depth * plan.slot_bytes), at_most(w.integer(schedule.strips))
-    w.loop(stream.count, (zero, next_slot, zero, zero, end), turn)
+    # The first sums are added at once: the instructions for it come from memory while weights are waited for anyway.
+    end = w.integer(plan.strip_parts) if schedule.scaled else at_most(w.integer(schedule.strips))
+    w.loop(stream.count, (zero, zero, end, *stream.first()), turn)
     if schedule.together:
         finish()
 
 
-def operand(w: Any, plan: Plan, a: Arguments, stream: Stream) -> Any:
+def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Any:
     if not plan.schedule.scaled:
         way = Digits if plan.schedule.digits else Halves
         return way(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
     if Rows.serve(plan):
-        spare = stream.ring + plan.schedule.depth * plan.slot_bytes  # filled when the first strip is multiplied
-        return Scaled(w, plan, Rows(w, plan, a.x, a.norm, stream.first_tile, spare))
+        return Scaled(w, plan, Rows(w, plan, a.x, a.norm, stream.first_tile, stream.spare))
     return Scaled(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
 
 
@@ -294,6 +293,8 @@ def partial_sums(
     plan = Plan.of(x.shape[0], weight, schedule, fusion)
     if fusion != PLAIN and plan.partials > 1:
         raise ValueError(f"a fused product needs all inputs in one block, not {plan.slices} slices of them")
+    if schedule.bulk and not plan.even:
+        raise ValueError(f"bulk copies need whole groups of at most {PART} inputs for every warp of {schedule}")
     dtype = jnp.dtype(jnp.float32) if plan.partials > 1 else jnp.dtype(out_dtype)
     operands = [*arrays_of(weight), *arrays, x]
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -313,7 +314,7 @@ def partial_sums(
                 out=out,
                 out_dtype=str(dtype),
             )
-            w = Int4Warp(shared)
+            w = WideWarp(shared)
             program(w, plan, arguments, w.scalar(slice_), w.scalar(block))
 
         # The next kernel may be brought onto the card: it waits for this one's end, as this one for the last one's.

@@ -21,7 +21,8 @@ class Schedule:
     16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are added after every
     `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
-    and scaled.py. `together`: the slices of an output are a cluster, whose blocks add their sums themselves.
+    and scaled.py. `together`: the slices of an output are a cluster, whose blocks add their sums themselves. `bulk`:
+    weights come by bulk copies, see bulk_stream.py.
     """
 
     warps: int = 16
@@ -32,6 +33,7 @@ class Schedule:
     digits: bool = False
     scaled: bool = False
     together: bool = False
+    bulk: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +153,11 @@ class Plan:
         """Segments of a warp's inputs."""
         return self.warp_columns // self.segment
 
+    @property
+    def even(self) -> bool:
+        """Whether every group of four warps has as many whole groups of inputs: what bulk copies need."""
+        return not self.ragged and self.group_size == self.segment
+
     # Shared memory, in bytes: a ring of strips for each warp, then two buffers of every warp's sums.
     @property
     def tile_bytes(self) -> int:
@@ -233,7 +240,14 @@ class Plan:
         return self.inbox_start + self.slices * self.inbox_bytes
 
     @property
+    def barriers_start(self) -> int:
+        """Two for each slot of the rings, see bulk_stream.py."""
+        start = self.inbox_start
+        if self.schedule.together:
+            start = self.inbox_squares_start + (0 if self.fusion.norm_eps is None else self.slices * self.rows * 4)
+        return -(-start // 8) * 8
+
+    @property
     def shared_bytes(self) -> int:
-        if not self.schedule.together:
-            return self.inbox_start
-        return self.inbox_squares_start + (0 if self.fusion.norm_eps is None else self.slices * self.rows * 4)
+        slots = self.schedule.warps // 4 * (self.schedule.depth + 1) if self.schedule.bulk else 0
+        return self.barriers_start + 16 * slots

@@ -146,7 +146,6 @@ class Rows:
         for first in range(0, plan.warp_columns, 16 * run):
             words = w.shared_words(address, 2 * first, 2 * run)
             steps += [[words[2 * i : 2 * i + 2]] for i in range(run)]
-        w.warp_barrier()  # the buffer is overwritten after this
         per_tile = COLUMNS // 16
         back = [backs[min(i, plan.rows - 1)] for i in range(2)]
         if plan.rows > 2:

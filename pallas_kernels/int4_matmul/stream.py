@@ -53,6 +53,21 @@ class Copy(NamedTuple):
     predicate: Any
 
 
+class Places(NamedTuple):
+    """Where a warp's words, scales and offsets of a strip lie in shared memory."""
+
+    words: Any
+    scales: Any
+    offsets: Any
+
+
+def first_and_count(plan: Plan, block: Any) -> tuple[Any, Any]:
+    """A block's first strip of results and the number of its strips: the blocks of a slice share them evenly."""
+    first = block * plan.result_strips // plan.blocks_per_slice
+    count = (block + 1) * plan.result_strips // plan.blocks_per_slice - first
+    return first, count * plan.strip_parts if plan.strip_parts > 1 else count
+
+
 class Stream:
     """The strips of one warp, its inputs from tile `first_tile` on.
 
@@ -60,14 +75,11 @@ class Stream:
     """
 
     def __init__(self, w: Any, plan: Plan, weights: Weights, slice_: Any, block: Any):
-        """The blocks of a slice share its strips evenly."""
         self.w, self.plan = w, plan
-        self.first_strip = block * plan.result_strips // plan.blocks_per_slice
-        self.count = (block + 1) * plan.result_strips // plan.blocks_per_slice - self.first_strip
-        if plan.strip_parts > 1:
-            self.count = self.count * plan.strip_parts
+        self.first_strip, self.count = first_and_count(plan, block)
         self.first_tile = (slice_ * plan.schedule.warps + w.warp) * plan.warp_tiles
-        self.ring = w.warp * plan.ring_bytes
+        self._ring = w.warp * plan.ring_bytes
+        self.spare = self._ring + plan.schedule.depth * plan.slot_bytes
         self._copies = self._words(weights.words) + self._rows(weights.scales, plan.scale_bytes, plan.words_bytes)
         if plan.offset_bytes:
             self._copies += self._rows(weights.offsets, plan.offset_bytes, plan.offsets_start)
@@ -97,11 +109,11 @@ class Stream:
             copies.append(Copy(array, offset, plan.groups * size, place + base * 16, 0, inside))
         return copies
 
-    def start(self, index: Any, slot: Any) -> None:
+    def _start(self, index: Any, slot: Any) -> None:
         """Starts the copies of strip `index`, if there is one."""
         w = self.w
         left = index < self.count
-        address = self.ring + slot + w.lane * 16
+        address = self._ring + slot + w.lane * 16
         strip = index
         if self.plan.strip_parts > 1:
             strip = index // 2 + index % 2 * self.plan.result_strips
@@ -111,11 +123,36 @@ class Stream:
             w.copy_async(address, copy.array, offset, go, to=copy.place, source=copy.constant)
         w.copy_commit()
 
-    def wait(self) -> None:
-        """Waits for the oldest strip started."""
-        self.w.copy_wait(self.plan.schedule.depth)
+    def open(self) -> None:
         self.w.warp_barrier()
 
-    def after(self, slot: Any) -> Any:
+    def fill(self) -> None:
+        """Asks for the first strips."""
+        for d in range(self.plan.schedule.depth):
+            self._start(self.w.integer(d), self.w.integer(d * self.plan.slot_bytes))
+
+    def spare_is_free(self) -> None:
+        """This warp has read what it wrote into the spare slot."""
+        self.w.warp_barrier()
+
+    def first(self) -> tuple[Any, ...]:
+        """What the loop carries: the slots of the strip and of the one that is asked for next."""
+        return self.w.integer(0), self.w.integer(self.plan.schedule.depth * self.plan.slot_bytes)
+
+    def arrived(self, index: Any, carry: Sequence[Any]) -> Places:
+        """Asks for a strip that is to come, and waits for strip `index`, the oldest asked for."""
+        slot, next_slot = carry
+        self._start(index + self.plan.schedule.depth, next_slot)
+        self.w.copy_wait(self.plan.schedule.depth)
+        self.w.warp_barrier()
+        base = self._ring + slot
+        return Places(base, base + self.plan.words_bytes, base + self.plan.offsets_start)
+
+    def read(self, carry: Sequence[Any]) -> tuple[Any, ...]:
+        """This warp has read the strip."""
+        slot, next_slot = carry
+        return self._after(slot), self._after(next_slot)
+
+    def _after(self, slot: Any) -> Any:
         following = slot + self.plan.slot_bytes
         return self.w.select(following < self.plan.ring_bytes, following, self.w.integer(0))

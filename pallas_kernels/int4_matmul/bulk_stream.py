@@ -1,0 +1,128 @@
+"""The weights' way from global to shared memory by bulk copies: `Stream` for matrices that the blocks divide evenly.
+
+Four neighbouring warps are a team, whose words, scales and offsets of a strip are contiguous each: three copies that
+one thread starts and no thread carries out. A team has a ring of slots, each with a barrier that says it is full and
+one that says all four warps have read it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.plan import Plan
+from pallas_kernels.int4_matmul.stream import Places, Weights, first_and_count
+
+TEAM = 4
+
+
+class BulkStream:
+    """The strips of a warp's team. Strip i lies in slot i + 1 of the ring; slot 0 is spare until the first turn."""
+
+    def __init__(self, w: Any, plan: Plan, weights: Weights, slice_: Any, block: Any):
+        self.w, self.plan = w, plan
+        self.first_strip, self.count = first_and_count(plan, block)
+        self.first_tile = (slice_ * plan.schedule.warps + w.warp) * plan.warp_tiles
+        team, self._member = w.warp // TEAM, w.warp % TEAM
+        self._slots = plan.schedule.depth + 1
+        self._ring = team * (TEAM * plan.ring_bytes)
+        self._barriers = team * (2 * 8 * self._slots) + plan.barriers_start
+        self._leader = self._member < 1
+        self._thread = self._leader & (w.lane < 1)
+        self.spare = self._ring + self._member * plan.slot_bytes
+        first_tile = (slice_ * plan.schedule.warps + team * TEAM) * plan.warp_tiles
+        first_group = first_tile * COLUMNS // plan.group_size
+        stride = plan.column_tiles * plan.tile_bytes
+        self._copies = [(weights.words, first_tile * plan.tile_bytes, stride, plan.words_bytes)]
+        for array, itemsize in ((weights.scales, plan.scale_bytes), (weights.offsets, plan.offset_bytes)):
+            if itemsize:
+                size = STRIP * itemsize
+                self._copies.append((array, first_group * size, plan.groups * size, plan.segments * size))
+
+    def open(self) -> None:
+        """Makes the barriers; all warps of the block must come here before `fill`."""
+        w = self.w
+        for slot in range(self._slots):
+            w.barrier_init(self._full(w.integer(slot)), 1, self._thread)
+            w.barrier_init(self._empty(w.integer(slot)), TEAM, self._thread)
+        w.barriers_ready()
+        w.block_barrier()
+
+    def fill(self) -> None:
+        """Asks for the first strips."""
+        w = self.w
+
+        def start() -> None:
+            w.arrive_in(self._full(w.integer(0)), None, self._thread)  # nothing comes into the spare slot yet
+            depth = w.integer(self.plan.schedule.depth)
+            w.loop(w.select(depth < self.count, depth, self.count), (), one)
+
+        def one(strip: Any, carry: Sequence[Any]) -> Sequence[Any]:
+            self._ask(strip, strip + 1)
+            return carry
+
+        w.when(self._leader, start)
+
+    def spare_is_free(self) -> None:
+        """This warp has read what it wrote into its part of the spare slot."""
+        self.w.barriers_ready()  # bulk copies come after those writes
+        self._release(self.w.integer(0))
+
+    def first(self) -> tuple[Any, ...]:
+        """What the loop carries: slot and parity of the strip, and of that two strips before."""
+        w = self.w
+        one = w.integer(1)
+        return one, w.integer(0), w.integer(self._slots - 1), one
+
+    def arrived(self, index: Any, carry: Sequence[Any]) -> Places:
+        """Asks for a strip that is to come, and waits for strip `index`."""
+        w, plan = self.w, self.plan
+        slot, parity, free_slot, free_parity = carry
+        coming = index + (plan.schedule.depth - 1)
+
+        def refill() -> None:
+            w.barrier_wait(self._empty(free_slot), free_parity)
+            self._ask(coming, free_slot)
+
+        w.when(self._leader & (w.integer(0) < index) & (coming < self.count), refill)
+        w.barrier_wait(self._full(slot), parity)
+        base = self._ring + slot * (TEAM * plan.slot_bytes)
+        return Places(
+            base + self._member * plan.words_bytes,
+            base + self._member * plan.scales_bytes + TEAM * plan.words_bytes,
+            base + self._member * (plan.slot_bytes - plan.offsets_start) + TEAM * plan.offsets_start,
+        )
+
+    def read(self, carry: Sequence[Any]) -> tuple[Any, ...]:
+        """This warp has read its part of the strip."""
+        slot, parity, free_slot, free_parity = carry
+        self._release(slot)
+        return (*self._after(slot, parity), *self._after(free_slot, free_parity))
+
+    def _after(self, slot: Any, parity: Any) -> tuple[Any, Any]:
+        w = self.w
+        around = w.integer(self._slots - 1) <= slot
+        return w.select(around, w.integer(0), slot + 1), w.select(around, w.integer(1) - parity, parity)
+
+    def _full(self, slot: Any) -> Any:
+        return self._barriers + slot * 16
+
+    def _empty(self, slot: Any) -> Any:
+        return self._barriers + slot * 16 + 8
+
+    def _release(self, slot: Any) -> None:
+        self.w.warp_barrier()
+        self.w.arrive_in(self._empty(slot), None, self.w.lane < 1)
+
+    def _ask(self, index: Any, slot: Any) -> None:
+        """Asks for strip `index`, if there is one."""
+        w, plan = self.w, self.plan
+        go, full = self._thread & (index < self.count), self._full(slot)
+        strip = index
+        if plan.strip_parts > 1:
+            strip = index // 2 + index % 2 * plan.result_strips
+        strip = self.first_strip + strip
+        w.expect_bytes(full, TEAM * plan.slot_bytes, go)
+        place = self._ring + slot * (TEAM * plan.slot_bytes)
+        for array, offset, stride, nbytes in self._copies:
+            w.copy_to_cluster(place, array, offset + strip * stride, TEAM * nbytes, full, 1, go)
+            place = place + TEAM * nbytes
