@@ -355,6 +355,7 @@ def test_report_by_hand():
     assert report.tokens_per_step == pytest.approx(7 / 4)  # plain steps between do not change what drafting gains
     assert report.steps == {2: 2, 0: 1}
     assert report.tokens == {2: 7, 0: 2}
+    assert report.estimated_speedup == pytest.approx(7 / 4 * 0.1 / 0.25)
     assert "acceptance by position: 67%  50%" in str(report)
     assert "k = 2: 2 steps of 250.00 ms" in str(report)
     assert "plain: 1 steps of 100.00 ms" in str(report)

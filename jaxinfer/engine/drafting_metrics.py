@@ -14,8 +14,12 @@ class SpeculationMetrics:
     acceptance_rate: float
     mean_accepted_length: float
     """Drafted tokens that stayed a step, of sequences that were proposed any."""
+    accepted_lengths: tuple[int, ...]
+    """How often a sequence that was proposed any kept 0, 1, 2, ... drafted tokens in a step."""
     tokens_per_step: float
     """Of a sequence, in steps that drafted; 1 if none did."""
+    estimated_speedup: float | None
+    """Of drafting steps over plain ones, as far as both came; see `SpeculationReport.estimated_speedup`."""
     steps: dict[int, int]
     """By drafted length; 0 is plain decoding."""
     step_seconds: dict[int, float]
@@ -37,7 +41,9 @@ class SpeculationMetrics:
             acceptance_by_position=report.acceptance_by_position,
             acceptance_rate=report.acceptance_rate,
             mean_accepted_length=report.mean_accepted_length,
+            accepted_lengths=tuple(report.histogram),
             tokens_per_step=report.tokens_per_step,
+            estimated_speedup=report.estimated_speedup,
             steps=dict(report.steps),
             step_seconds=dict(report.seconds),
             draft_seconds=draft_seconds,
@@ -50,11 +56,15 @@ class SpeculationMetrics:
         lines = [f"# TYPE {prefix}_acceptance gauge"]
         shares = enumerate(self.acceptance_by_position, 1)
         lines += [f'{prefix}_acceptance{{position="{place}"}} {share:.9g}' for place, share in shares]
+        lines.append(f"# TYPE {prefix}_accepted_lengths counter")
+        counts = enumerate(self.accepted_lengths)
+        lines += [f'{prefix}_accepted_lengths{{accepted="{length}"}} {count}' for length, count in counts]
         for name, values in (("steps", self.steps), ("step_seconds", self.step_seconds)):
             lines.append(f"# TYPE {prefix}_{name} counter")
             lines += [f'{prefix}_{name}{{drafted="{length}"}} {value:.9g}' for length, value in sorted(values.items())]
-        for name in ("acceptance_rate", "mean_accepted_length", "tokens_per_step"):
-            lines += [f"# TYPE {prefix}_{name} gauge", f"{prefix}_{name} {getattr(self, name):.9g}"]
+        for name in ("acceptance_rate", "mean_accepted_length", "tokens_per_step", "estimated_speedup"):
+            if getattr(self, name) is not None:
+                lines += [f"# TYPE {prefix}_{name} gauge", f"{prefix}_{name} {getattr(self, name):.9g}"]
         for name in ("draft_seconds", "verify_seconds", "catch_up_seconds"):
             if getattr(self, name) is not None:
                 lines += [f"# TYPE {prefix}_{name} counter", f"{prefix}_{name} {getattr(self, name):.9g}"]
@@ -67,13 +77,14 @@ class SpeculationMetrics:
             f"{count} {f'of k = {length}' if length else 'plain'} ({1e3 * self.step_seconds[length] / count:.2f} ms)"
             for length, count in sorted(self.steps.items())
         )
+        gain = "" if self.estimated_speedup is None else f", estimated speed-up {self.estimated_speedup:.2f}"
         split = "not timed (warmup does)"
         if self.draft_seconds is not None and self.verify_seconds is not None:
             split = f"{self.draft_seconds:.2f} s, verification {self.verify_seconds:.2f} s"
         return "\n".join(
             [
                 f"speculation                 accepted by position: {shares}; {self.mean_accepted_length:.2f} a step, "
-                f"{self.tokens_per_step:.2f} tokens a drafting step",
+                f"{self.tokens_per_step:.2f} tokens a drafting step{gain}",
                 f"                            steps: {steps or 'none'}",
                 f"                            drafting {split}, catching up {self.catch_up_seconds:.2f} s",
             ]

@@ -66,6 +66,17 @@ class SpeculationReport:
         gained, steps = (sum(counts[length] for length in drafting) for counts in (self.tokens, self.row_steps))
         return gained / steps if steps else 1.0
 
+    @property
+    def estimated_speedup(self) -> float | None:
+        """Tokens a second of drafting steps over those of plain ones; None unless there were steps of both kinds.
+
+        An estimate: the steps were of other tokens, and in an engine of other batches. `jaxinfer spec-bench` compares
+        the same prompts.
+        """
+        plain = _ratio(self.seconds.get(0, 0.0), self.steps.get(0, 0))
+        drafting = _ratio(*(sum(by[length] for length in by if length) for by in (self.seconds, self.steps)))
+        return self.tokens_per_step * plain / drafting if plain and drafting else None
+
     def __str__(self) -> str:
         places = "  ".join(f"{share:.0%}" for share in self.acceptance_by_position) or "nothing was drafted"
         lines = [
@@ -77,6 +88,8 @@ class SpeculationReport:
             milliseconds = 1e3 * _ratio(self.seconds[length], self.steps[length])
             kind = "plain" if length == 0 else f"k = {length}"
             lines.append(f"{kind}: {self.steps[length]} steps of {milliseconds:.2f} ms")
+        if self.estimated_speedup is not None:
+            lines.append(f"estimated speed-up of drafting {self.estimated_speedup:.2f}")
         return "\n".join([*lines, *bars(self.histogram)])
 
 
