@@ -84,7 +84,8 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 why = ": page 0 is scratch" if name == "num_pages" else ""
                 raise ValueError(f"{name}={value!r}; expected an integer of at least {least}{why}")
-            if value > (most := _MOST.get(name, 2**31 - 1)):
+            most = _MOST[name] if name in _MOST else 2**31 - 1
+            if value > most:
                 raise ValueError(f"{name}={value}; expected at most {most}")
         for name in ("prefill_lengths", "prefill_rows", "decode_rows"):
             value = getattr(self, name)

@@ -11,9 +11,9 @@ from jaxinfer.batch import cache_tokens
 from jaxinfer.engine.config import EngineConfig, Settings, settle
 from jaxinfer.engine.drafting import Drafting
 from jaxinfer.engine.drafting_runner import DraftingRunner
-from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError, RequestTooLong
+from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError
 from jaxinfer.engine.host_pages import HostPool
-from jaxinfer.engine.jobs import Callback, Job
+from jaxinfer.engine.jobs import Callback, Job, check_room
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.lock import FairLock
 from jaxinfer.engine.metrics import Clock, Meter
@@ -99,24 +99,9 @@ class EngineCore:
         """Requests of all prompts, every one of which can run. Raises before anything is queued."""
         model, _ = self._live()
         requests = requests_for(model, prompts, params)
-        spare = self.settings.spare_tokens
-        pool_tokens = (self.settings.num_pages - 1) * self.settings.rules.page_size - spare
-        pool_name = f"the pool's {pool_tokens} tokens" + (f" beside the {spare} that are drafted" if spare else "")
-        asked = min(model.config.max_position_embeddings, self.config.max_context or 2**31)
-        for request in requests:
-            length, where = len(request.prompt), f"prompt {request.prompt_index}"
-            if length > min(asked, pool_tokens):
-                limit = f"max_context={asked}" if asked <= pool_tokens else pool_name
-                raise RequestTooLong(f"{where} has {length} tokens, more than {limit}; shorten it or raise that")
-            request.max_tokens = min(request.max_tokens, asked - length + 1)
-            if length + request.max_tokens - 1 > pool_tokens:
-                if request.params.max_tokens is not None:
-                    raise RequestTooLong(
-                        f"{where} has {length} tokens, and max_tokens={request.params.max_tokens} more need more than "
-                        f"{pool_name}; lower max_tokens or raise num_pages"
-                    )
-                request.max_tokens = pool_tokens - length + 1
-            if self._drafting is not None:
+        check_room(requests, self.settings, min(model.config.max_position_embeddings, self.config.max_context or 2**31))
+        if self._drafting is not None:
+            for request in requests:
                 self._drafting.speculation.draft.check(model, cache_tokens(request))
         return requests
 

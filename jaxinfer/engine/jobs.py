@@ -3,8 +3,10 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from jaxinfer.engine.config import Settings
+from jaxinfer.engine.errors import RequestTooLong
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.metrics import Clock
 from jaxinfer.engine.sequence import Sequence as Track
@@ -57,3 +59,26 @@ def check_submission(request_id: object, callback: object, arrived: object) -> N
         raise ValueError(f"callback={callback!r}; expected a function of one argument, a Delta")
     if arrived is not None and not (isinstance(arrived, int | float) and math.isfinite(arrived)):
         raise ValueError(f"arrived={arrived!r}; expected seconds as time.perf_counter() gives them")
+
+
+def check_room(requests: Sequence[Request], settings: Settings, context: int) -> None:
+    """Raises RequestTooLong for the first request that could never run. One that asks for all there is gets what fits.
+
+    `context` is the longest prompt and output in tokens, without the last, that the pool may be too small for.
+    """
+    spare = settings.spare_tokens
+    pool_tokens = (settings.num_pages - 1) * settings.rules.page_size - spare
+    pool_name = f"the pool's {pool_tokens} tokens" + (f" beside the {spare} that are drafted" if spare else "")
+    for request in requests:
+        length, where = len(request.prompt), f"prompt {request.prompt_index}"
+        if length > min(context, pool_tokens):
+            limit = f"max_context={context}" if context <= pool_tokens else pool_name
+            raise RequestTooLong(f"{where} has {length} tokens, more than {limit}; shorten it or raise that")
+        request.max_tokens = min(request.max_tokens, context - length + 1)
+        if length + request.max_tokens - 1 > pool_tokens:
+            if request.params.max_tokens is not None:
+                raise RequestTooLong(
+                    f"{where} has {length} tokens, and max_tokens={request.params.max_tokens} more need more than "
+                    f"{pool_name}; lower max_tokens or raise num_pages"
+                )
+            request.max_tokens = pool_tokens - length + 1
