@@ -249,11 +249,14 @@ def test_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[
     assert jaxinfer.cli.main(["quantize", str(LLAMA), "--plan", str(plan), "--out", store]) == 0
     assert jaxinfer.cli.main(["convert", store, again]) == 0
     assert jaxinfer.cli.main(["convert", again, out, "--format", "awq"]) == 0
-    assert capsys.readouterr().out == f"{store}\n{again}\n{out}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"{store}\n{again}\n{out}\n"
+    assert "quality: not measured; --judge or --calibration FILE measures it" in printed.err
     assert same(packed(pathlib.Path(out)), packed(pathlib.Path(store)))
     for arguments, message in {
         ("quantize", str(LLAMA), "--plan", "int5", "--out", str(tmp_path / "x")): "expected int4, ",
         ("quantize", str(LLAMA), "--plan", "int4", "--out", store): "exists already; remove it",
+        ("quantize", str(LLAMA), "--plan", "int4", "--judge", "--out", str(tmp_path / "x")): "has no tokenizer to read",
         ("convert", str(tmp_path / "nowhere.gguf"), str(tmp_path / "x")): "no such file or folder",
         ("convert", store, out): "exists already; remove it",
     }.items():

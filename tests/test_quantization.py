@@ -161,6 +161,8 @@ def test_the_first_rule_that_names_a_weight_decides(tmp_path: pathlib.Path) -> N
     assert plan.precision("layers.1.o_proj") == Precision(3, 128, False, "hqq")
     assert plan.precision("layers.1.q_proj") == Precision(4, 64, True, "rtn")
     assert resolve("int4") is PRESETS["int4"]
+    six = from_mapping({"rules": [{"weights": "*", "bits": 6}]}, "six")
+    assert six.rules[0].precision == Precision(8) and six.to_mapping()["rules"][0]["bits"] == 8
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_the_first_rule_that_names_a_weight_decides(tmp_path: pathlib.Path) -> N
         ({"rules": [], "rule": 1}, r"p: expected \[\[rules\]\] and nothing else, found \['rule'\]"),
         ({"rules": [{"bits": 4}]}, "p: rule 1 has weights None; expected a pattern or a list of patterns"),
         ({"rules": [{"weights": "*", "bit": 4}]}, r"p: rule 1 has \['bit'\]; expected weights, bits, group_size"),
-        ({"rules": [{"weights": "*", "bits": 5}]}, "p: rule 1: bits is 5; expected 2, 3, 4, 8, 16"),
+        ({"rules": [{"weights": "*", "bits": 5}]}, "p: rule 1: bits is 5; expected 2, 3, 4, 6, 8, 16"),
         ({"rules": [{"weights": "*", "group_size": 40}]}, "p: rule 1: group_size is 40; expected a multiple of 16"),
         ({"rules": [{"weights": "*", "method": "exl2"}]}, "p: rule 1: method is 'exl2'; expected rtn or hqq or awq"),
         ({"rules": [{"weights": "*", "symmetric": 1}]}, "p: rule 1: symmetric is 1; expected true or false"),

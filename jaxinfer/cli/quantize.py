@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from jaxinfer.quantization.api import write_quantized
+from jaxinfer.quantization.calibration import Calibration
 from jaxinfer.quantization.pair import write_draft
 from jaxinfer.quantization.plan import resolve
 
@@ -11,8 +12,11 @@ from jaxinfer.quantization.plan import resolve
 def run(options: argparse.Namespace) -> int:
     """Prints the path of the store; how well it was done, where that was measured, goes to standard error."""
     plan = resolve(options.plan, "--plan ")
+    calibration = options.calibration
+    if calibration is None and options.judge:
+        calibration = Calibration.bundled()
     common = {
-        "calibration": options.calibration,
+        "calibration": calibration,
         "promote_above": options.promote_above,
         "dtype": options.dtype,
         "progress": not options.quiet,
@@ -21,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
         report = write_quantized(options.model, plan, options.out, **common)
     else:
         report = write_draft(options.model, options.target, plan, options.out, **common)
-    if report is not None and not options.quiet:
-        print(report, file=sys.stderr)
+    if not options.quiet:
+        print(report or "quality: not measured; --judge or --calibration FILE measures it", file=sys.stderr)
     print(options.out)
     return 0

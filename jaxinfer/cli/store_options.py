@@ -22,6 +22,11 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         help="text or .jsonl of your domain; repeat it for several. Default: a bundled novel, if the plan needs text",
     )
     parser.add_argument(
+        "--judge",
+        action="store_true",
+        help="report perplexity and KL divergence from the original, also of plans that need no text",
+    )
+    parser.add_argument(
         "--target",
         metavar="TARGET",
         help="MODEL drafts for this one: calibrate on what it writes, and report how far the two agree",

@@ -5,7 +5,7 @@
     bits = 16                                 # 16 leaves a weight as it is
     [[rules]]
     weights = "lm_head"                       # the head; only a rule that writes this name means it, a "*" does not
-    bits = 8                                  # one scale an output: no group_size, always symmetric
+    bits = 8                                  # one scale an output: no group_size, always symmetric; 6 become 8
     method = "rtn"                            # int8, as "gptq"; or "fp8", float8_e4m3fn
     [[rules]]
     weights = "*"
@@ -51,7 +51,8 @@ _TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """How a weight is stored: 16 bits are none of the rest; 2 and 3 bits take the room of 4.
+    """How a weight is stored: 16 bits are none of the rest; 2 and 3 bits take the room of 4, and 6 bits become 8, which
+    have that room and are more exact.
 
     With 4 bits or fewer `group_size` inputs (64 if left out) share a scale, and a zero point unless `symmetric`. "rtn"
     rounds to the nearest code, the range clipped for the least error; "hqq" optimises a floating zero for weights with
@@ -68,8 +69,10 @@ class Precision:
     method: str = "rtn"
 
     def __post_init__(self) -> None:
+        if self.bits == 6:
+            object.__setattr__(self, "bits", 8)
         if self.bits not in _METHODS:
-            raise ValueError(f"bits is {self.bits!r}; expected {', '.join(map(str, _METHODS))}")
+            raise ValueError(f"bits is {self.bits!r}; expected {', '.join(map(str, sorted([6, *_METHODS])))}")
         if self.method not in _METHODS[self.bits]:
             methods = _METHODS[self.bits]
             raise ValueError(f"method is {self.method!r}; expected {' or '.join(methods)} with {self.bits} bits")
