@@ -124,8 +124,8 @@ def measure_first_token(recorder: Recorder, model: ji.Model, case: dict[str, obj
     """From the call of `generate` with token ids to the first token on the host."""
     ids = prompts(model, batch, prompt)
     params = ji.SamplingParams(max_tokens=1, temperature=0.0)
-    seconds(lambda: ji.generate(model, ids, params), 2)
-    times = seconds(lambda: ji.generate(model, ids, params), 7)
+    seconds(lambda: ji.generate(model, ids, params), 5)
+    times = seconds(lambda: ji.generate(model, ids, params), 15)
     case = {**case, "batch": batch, "prompt": prompt, "output": 1}
     rate = batch * prompt / median(times)
     recorder.record(case, {"ttft_ms": (median(times) * 1e3, "ms"), "prefill_tokens_per_s": (rate, "tok/s")})

@@ -99,6 +99,11 @@ def section(name: str, cases: Mapping[Case, Mapping[str, Record]], peers: Mappin
     return "\n\n".join(parts)
 
 
+def matches(wanted: Mapping[str, object], case: Mapping[str, object]) -> bool:
+    """Whether a case has what is wanted of it; null for what it must not have."""
+    return all(case.get(key) == value for key, value in wanted.items())
+
+
 def best_match(target: Mapping, table: Mapping[tuple[str, str], Mapping[Case, Mapping[str, Record]]]) -> Record | None:
     """The record that a target is about: the best, where several cases fit."""
     sign = 1 if "at_least" in target else -1
@@ -107,7 +112,7 @@ def best_match(target: Mapping, table: Mapping[tuple[str, str], Mapping[Case, Ma
         for (device, benchmark), cases in table.items()
         if benchmark == target["benchmark"] and target["device"] in device
         for case, metrics in cases.items()
-        if target["metric"] in metrics and target["case"].items() <= dict(case).items()
+        if target["metric"] in metrics and matches(target["case"], dict(case))
     ]
     return max(found, key=lambda record: sign * record["value"], default=None)
 
@@ -126,7 +131,7 @@ def targets_section(targets: Iterable[Mapping], table: Mapping) -> str:
             verdict = "met"
         else:
             verdict = "**missed**"
-        case = ", ".join(f"{key} {value}" for key, value in target["case"].items())
+        case = ", ".join(f"{key} {value}" for key, value in target["case"].items() if value is not None)
         measured = "" if record is None else f"{record['value']:.4g} {record['unit']}".strip()
         rows.append([case, target["metric"], bound, measured, verdict, target["device"]])
     return "## Targets\n\n" + markdown(["case", "metric", "target", "measured", "", "device"], rows)
