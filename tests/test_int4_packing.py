@@ -72,7 +72,7 @@ SOME_WEIGHTS = [
 
 @pytest.mark.parametrize("case", SOME_WEIGHTS, ids=str)
 def test_jax_packs_as_numpy_does(case: tuple[int, int, int, str]) -> None:
-    """In one program: each operation by itself would be one. Few shapes; those of NumPy, the reference, are drawn above."""
+    """In one program: each operation by itself would be one. NumPy, the reference here, sees any shape above."""
     _, canonical = make(0, *case)
 
     def repack(weight: PackedInt4) -> list[tuple[PackedInt4, np.ndarray | jax.Array]]:
