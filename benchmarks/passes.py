@@ -1,8 +1,10 @@
 """A model's passes by themselves: what a step costs before anything is sampled, judged or kept."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +74,38 @@ class Passes:
         jax.block_until_ready(self._tokens)
 
 
-def of_draft(draft: Draft) -> ji.Model:
+@dataclasses.dataclass(frozen=True)
+class StepPasses:
+    """Seconds of the passes that a step with `k` drafted tokens consists of, and of a plain step's."""
+
+    k: int
+    plain: float
+    draft: float
+    verify: float
+
+    def metrics(self, step: float) -> dict[str, tuple[float, str]]:
+        """Values and units for a record; `step` is the seconds of a whole step."""
+        return {
+            "plain_pass_ms": (1e3 * self.plain, "ms"),
+            "draft_pass_ms": (1e3 * self.draft, "ms"),
+            "verify_pass_ms": (1e3 * self.verify, "ms"),
+            "verify_cost": (self.verify / self.plain, ""),
+            "overhead": (1.0 - (self.verify + self.k * self.draft) / step, ""),
+        }
+
+
+def of_step(target: ji.Model, draft: Draft, batch: int, lengths: Sequence[int], place: int) -> dict[int, StepPasses]:
+    """The passes of steps with these numbers of drafted tokens, compiled side by side and timed one by one."""
+    widths = sorted({1, *(length + 1 for length in lengths)})
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        drafting = pool.submit(Passes, _model_of(draft), batch, 1, place)
+        programs = {width: pool.submit(Passes, target, batch, width, place) for width in widths}
+    one = drafting.result().seconds()
+    seconds = {width: program.result().seconds() for width, program in programs.items()}
+    return {length: StepPasses(length, seconds[1], one, seconds[length + 1]) for length in lengths}
+
+
+def _model_of(draft: Draft) -> ji.Model:
     """The model that a draft runs."""
     if isinstance(draft, ji.SelfDraft):
         return dataclasses.replace(draft.model, params=draft.params, config=draft.config)

@@ -9,7 +9,6 @@ whatever the models say: its records have mode "synthetic". `text` is a real mod
 """
 
 import argparse
-import concurrent.futures
 import pathlib
 import time
 
@@ -99,52 +98,41 @@ def metrics_of(found: Comparison) -> dict[str, tuple[float, str]]:
 
 
 def machinery(recorder: Recorder, options: argparse.Namespace) -> None:
-    """Target and draft of given shapes, acceptance by chance; the models' passes are timed by themselves too."""
+    """Target and draft of given shapes, acceptance by chance."""
     started = time.perf_counter()
     target = load(options.target, weights_of(options.target, options), options.kv)
     small = None if options.draft is None else load(options.draft, weights_of(options.draft, options), options.kv)
     drafts = [ji.SelfDraft(target, k, num_layers=options.layers) for k in options.k]
     if small is not None:
         drafts = [ji.ModelDraft(small, k) for k in options.k]
+    print(f"loaded after {time.perf_counter() - started:.1f} s", flush=True)
     chance = SyntheticAcceptance(options.acceptance)
     params = ji.SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)
-    place = options.prompt + options.output // 2
     for batch in options.batch:
         ids = prompts(target, batch, options.prompt)
         runs = [ji.Speculation(draft, acceptance=chance, policy=FixedLength()) for draft in drafts]
-        draft_model = passes.of_draft(drafts[0])
-        widths = [1, *(k + 1 for k in options.k)]
-        with concurrent.futures.ThreadPoolExecutor() as pool:  # compilation takes longest
-            ahead = pool.submit(compile_ahead, target, ids, params, runs)
-            timed = {width: pool.submit(passes.Passes, target, batch, width, place) for width in widths}
-            drafting = pool.submit(passes.Passes, draft_model, batch, 1, place)
-        ahead.result()
-        print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
+        compile_ahead(target, ids, params, runs)
+        print(f"compiled after {time.perf_counter() - started:.1f} s", flush=True)
         plain = measure_plain(target, ids, params)
-        alone = {width: program.result().seconds() for width, program in timed.items()}
-        draft_pass = drafting.result().seconds()
+        alone = {}
+        if options.passes:
+            alone = passes.of_step(target, drafts[0], batch, options.k, options.prompt + options.output // 2)
+            print(f"passes compiled and timed after {time.perf_counter() - started:.1f} s", flush=True)
         for speculation in runs:
             found = compare(target, ids, params, speculation, plain=plain)
-            k = found.k
-            extra = {
-                "draft_pass_ms": (1e3 * draft_pass, "ms"),
-                "verify_pass_ms": (1e3 * alone[k + 1], "ms"),
-                "plain_pass_ms": (1e3 * alone[1], "ms"),
-                "verify_cost": (alone[k + 1] / alone[1], ""),
-                "overhead": (1.0 - (alone[k + 1] + k * draft_pass) / found.step, ""),
-            }
             case: dict[str, object] = {
                 "target": options.target,
                 "weights": quantisation(target.params),
                 "kv": str(target.cache_dtype),
                 "draft": options.draft or found.draft,
-                "k": k,
+                "k": found.k,
                 "batch": batch,
                 "mode": "synthetic",
                 "probability": options.acceptance,
                 "prompt": options.prompt,
                 "output": options.output,
             }
+            extra = alone[found.k].metrics(found.step) if options.passes else {}
             recorder.record(case, metrics_of(found) | extra)
 
 
@@ -191,6 +179,7 @@ def main() -> None:
     synthetic.add_argument("--layers", type=int, default=None, help="lower layers that a self-draft has")
     synthetic.add_argument("--int4", action="store_true", help="packed layers in both models")
     synthetic.add_argument("--kv", help="type of the caches, such as int8")
+    synthetic.add_argument("--passes", action="store_true", help="also time the models' passes by themselves")
     synthetic.add_argument("--acceptance", type=float, default=0.8)
     synthetic.add_argument("--batch", type=int, nargs="+", default=[1])
     synthetic.add_argument("--prompt", type=int, default=128)
