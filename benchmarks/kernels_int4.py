@@ -61,7 +61,7 @@ class Case:
     def record(self) -> dict[str, object]:
         s = self.chosen
         way = "scaled" if s.scaled else "digits" if s.digits else "halves"
-        way += (" together" if s.together else "") + (" bulk" if s.bulk else "")
+        way += (" together" if s.together else "") + (f" bulk {s.early}" if s.bulk else "")
         return {
             "op": "int4_matmul",
             "m": self.m,
@@ -161,6 +161,7 @@ def inputs(
 def read(w: Any, plan: Plan, a: mosaic.Arguments, slice_: Any, block: Any, *, with_x: bool) -> None:
     """One warp's part of a kernel that fetches the weights as `mosaic.multiply` does, and only adds up their bits."""
     stream = (BulkStream if plan.schedule.bulk else Stream)(w, plan, a.weights, slice_, block)
+    stream.start()
     zero, total = w.integer(0), w.integer(0)
     tokens = Tokens(w, plan, a.x, None, stream.first_tile).words() if with_x else []
     stream.open()

@@ -58,7 +58,7 @@ def expected(x: np.ndarray, values: np.ndarray, fusion: Fusion, norm: np.ndarray
         (3, 992, 32, Schedule(warps=4, parts=2, strips=2, depth=1, blocks=2, scaled=True)),
         (5, 992, 32, Schedule(warps=4, parts=1, strips=2, depth=2, blocks=4, scaled=True, together=True)),
         (5, 2048, 64, Schedule(warps=8, parts=1, strips=2, depth=2, blocks=4, scaled=True, together=True, bulk=True)),
-        (1, 1024, 128, Schedule(warps=4, parts=2, strips=4, depth=1, blocks=3, scaled=True, bulk=True)),
+        (1, 1024, 128, Schedule(warps=4, parts=2, strips=4, depth=2, blocks=3, scaled=True, bulk=True, early=1)),
     ],
 )
 def test_fused_kernel_on_simulated_warps(rows, in_features, group_size, schedule, fusion) -> None:

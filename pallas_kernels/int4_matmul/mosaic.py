@@ -62,6 +62,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     group, quad = w.lane // 4, w.lane % 4
     zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
     stream = (BulkStream if schedule.bulk else Stream)(w, plan, a.weights, slice_, block)
+    stream.start()
     # x first: it waits for all weights that were asked for before it.
     x = operand(w, plan, a, stream)
     stream.open()  # without a barrier, ptxas would move the loads of x to where it is used, behind all weights

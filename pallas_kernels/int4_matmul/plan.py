@@ -22,7 +22,7 @@ class Schedule:
     `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
     and scaled.py. `together`: the slices of an output are a cluster, whose blocks add their sums themselves. `bulk`:
-    weights come by bulk copies, see bulk_stream.py.
+    weights come by bulk copies, see bulk_stream.py; `early` strips of them are asked for before x.
     """
 
     warps: int = 16
@@ -34,6 +34,7 @@ class Schedule:
     scaled: bool = False
     together: bool = False
     bulk: bool = False
+    early: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,6 +123,9 @@ class Stream:
             w.copy_async(address, copy.array, offset, go, to=copy.place, source=copy.constant)
         w.copy_commit()
 
+    def start(self) -> None:
+        pass
+
     def open(self) -> None:
         self.w.warp_barrier()
 
