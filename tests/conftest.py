@@ -74,8 +74,8 @@ def rng() -> np.random.Generator:
 
 MOST_MAPPINGS = 40_000
 """A process may have 65,530 mappings on Linux; every compiled program takes several, and at the limit LLVM crashes."""
-PROGRAMS_BETWEEN_LOOKS = 200
-"""Counting thousands of mappings takes 20 ms, too long for every test. Programs take from 4 to about 60 each."""
+PROGRAMS_BETWEEN_LOOKS = 100
+"""Counting thousands of mappings takes 20 ms, too long for every test. Programs have 4 to about 100 each."""
 _compiled: list[str] = []
 
 
