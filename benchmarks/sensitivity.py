@@ -20,20 +20,11 @@ import jaxinfer as ji
 from benchmarks.harness import RESULTS, Recorder
 from benchmarks.quality import MODEL, judged, record_quality, weight_bytes
 from jaxinfer.quantization.calibration import Calibration, Windows
-from jaxinfer.quantization.plan import Plan, Precision, Rule, resolve
+from jaxinfer.quantization.plan import Plan, Precision, resolve
 
 CANDIDATES = (Precision(4, 128), Precision(4, 64), Precision(4, 32), Precision(8))
 UNIFORM = {"rtn": "int4", "hqq": "int4-hqq", "awq": "int4-awq", "gptq": "int4-gptq"}
 """The rival of each method: a preset with groups of 64."""
-
-
-def rounded_by(plan: Plan, method: str, name: str) -> Plan:
-    """The same plan, its codes of 4 bits or fewer chosen by another method."""
-    rules = (
-        rule if rule.precision.bits > 4 else Rule(rule.weights, dataclasses.replace(rule.precision, method=method))
-        for rule in plan.rules
-    )
-    return Plan(tuple(rules), name)
 
 
 def proposed(original: ji.Model, windows: Windows, arguments: argparse.Namespace) -> Plan:
@@ -73,7 +64,7 @@ def main() -> None:
     for method in arguments.methods:
         rival = resolve(UNIFORM[method])
         found = []
-        for plan in (rounded_by(chosen, method, f"chosen-{method}"), rival):
+        for plan in (dataclasses.replace(chosen.by_method(method), name=f"chosen-{method}"), rival):
             start = time.perf_counter()
             model, quality = judged(original, plan, windows)
             size = weight_bytes(model)

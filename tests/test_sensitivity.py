@@ -298,10 +298,14 @@ def test_sensitivity_command(
     assert "all int8" in shown
     quantised = ji.load(folder, quantize=path, progress=False)
     assert np.isfinite(np.asarray(ji.logits(quantised, [[1, 2, 3]]))).all()
-    assert jaxinfer.cli.main([*arguments, folder, "--json", "--heat-map", str(tmp_path / "map.png")]) == 0
+    json_arguments = ["--json", "--heat-map", str(tmp_path / "map.png"), "--method", "gptq"]
+    assert jaxinfer.cli.main([*arguments, folder, *json_arguments]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert len(facts["weights"]) == 15
     assert facts["plan"]["bytes"] <= found.evaluate("int4").num_bytes
+    methods = {(rule["bits"], rule["method"]) for rule in facts["plan"]["rules"]}
+    assert (4, "gptq") in methods and methods <= {(4, "gptq"), (8, "rtn"), (16, "rtn")}
+    assert "gptq" in path.read_text()
     assert jaxinfer.cli.main(["sensitivity", folder, "--precisions", "5"]) == 2
     assert jaxinfer.cli.main(["sensitivity", folder, "--precisions", "four"]) == 2
     assert jaxinfer.cli.main(["sensitivity", folder, "--plan", "plan.json"]) == 2

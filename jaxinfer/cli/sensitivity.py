@@ -1,6 +1,7 @@
 """`jaxinfer sensitivity MODEL`: what each weight's precision costs, and the plan of least loss in a given room."""
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Sequence
 
@@ -36,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
         progress=shown,
     )
     proposal = found.propose(options.budget, joined=not options.separate)
+    if options.method is not None:
+        proposal = dataclasses.replace(proposal, plan=proposal.plan.by_method(options.method))
     if options.heat_map is not None:
         found.plot(options.heat_map)
     if options.plan is not None:

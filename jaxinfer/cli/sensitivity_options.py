@@ -31,6 +31,12 @@ def add_sensitivity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--separate", action="store_true", help="q, k and v, gate and up may differ: better, but more products a layer"
     )
+    parser.add_argument(
+        "--method",
+        choices=("rtn", "hqq", "awq", "gptq"),
+        help="that the plan is to be made by, below 8 bits: weights that err much with one err much with all. "
+        "Default: as measured",
+    )
     parser.add_argument("--plan", metavar="FILE.toml", help="write the proposed plan there, for --quantize")
     parser.add_argument("--heat-map", metavar="FILE", help="draw what was measured, as PNG or by the file's ending")
     parser.add_argument("--json", action="store_true", help="print everything measured as one JSON object")

@@ -157,6 +157,14 @@ class Plan:
         name = self.name.removesuffix(PROMOTED) + PROMOTED
         return Plan((*rules, *self.rules), name)
 
+    def by_method(self, method: str) -> "Plan":
+        """The same plan, its codes of 4 bits and fewer chosen by another method."""
+        rules = (
+            rule if rule.precision.bits > 4 else Rule(rule.weights, dataclasses.replace(rule.precision, method=method))
+            for rule in self.rules
+        )
+        return Plan(tuple(rules), f"{self.name}, {method}")
+
     def to_mapping(self) -> dict[str, Any]:
         """What `from_mapping` takes: the content of a TOML file."""
         rules = []
