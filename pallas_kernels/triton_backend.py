@@ -1,7 +1,7 @@
 """What the Triton kernels share: whether this process can run them, and the call, alike in jax-triton 0.3 and 0.4.
 
 jax-triton and triton are an optional extra (`pip install jaxinfer[triton]`) and imported only when a kernel is traced:
-nothing but the files `triton_kernels.py` imports them when it is itself imported.
+nothing but the files `triton_kernels.py` and `triton_codes.py` imports them when it is itself imported.
 """
 # The optional extra need not be there for the type checker:
 # pyright: reportMissingImports=false

@@ -135,6 +135,9 @@ def test_explain_says_why_not_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason() == "jax-triton is not installed: pip install jaxinfer[triton]"
     monkeypatch.setattr(triton_backend, "refusal", lambda: None)
     assert reason() == "the first that supports this call"
+    monkeypatch.setattr(triton_backend, "capability", lambda: "8.6")
+    fp8 = triton_attention.refusal(jnp.dtype(jnp.bfloat16), "float8_e4m3fn", 128, 16, 1)
+    assert fp8 == "fp8 pages need compute capability 8.9 or later, not 8.6; use int8"
 
 
 @pytest.mark.gpu
