@@ -3,7 +3,7 @@
     python -m benchmarks.soak --minutes 20
 
 Everything that is submitted must end, with the tokens it gets when it is alone; every page must come back; memory must
-stay flat. Prints a line every ten seconds and ends with an error if any of this fails. The model is tiny and random.
+stay flat. Prints a line every ten seconds, records the end, and fails if any of this does. The model is tiny.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import time
 import jax
 
 import jaxinfer as ji
+from benchmarks.harness import RESULTS, Recorder
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -161,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
     arguments = parser.parse_args()
     logging.getLogger("jaxinfer").setLevel(logging.ERROR)  # of failing callbacks there are many
     with tempfile.TemporaryDirectory() as folder:
@@ -188,8 +190,23 @@ def main() -> None:
                 )
         soak.drain()
         grown = 0 if settled is None else resident_bytes() - settled
-        compiled = engine.metrics().compilations_after_warmup
+        metrics = engine.metrics()
+    totals, compiled = soak.totals, metrics.compilations_after_warmup
     print(f"no lost request, no leaked page; memory grew by {grown / 2**20:.1f} MiB; {compiled} programs compiled late")
+    Recorder("soak", arguments.results).record(
+        {"minutes": arguments.minutes, "seed": arguments.seed},
+        {
+            "requests": (totals.submitted, ""),
+            "lost_requests": (totals.submitted - totals.ended.total(), ""),
+            "aborted": (totals.ended["abort"], ""),
+            "failed_callbacks": (totals.ended["error"], ""),
+            "preemptions": (metrics.preemptions, ""),
+            "interrupts": (totals.interrupts, ""),
+            "leaked_pages": (metrics.pages_owned, ""),
+            "memory_growth_mib": (grown / 2**20, "MiB"),
+            "compilations_after_warmup": (compiled, ""),
+        },
+    )
     if grown > 64 * 2**20 or compiled:
         raise SystemExit("memory is not flat, or programs were compiled while serving")
 

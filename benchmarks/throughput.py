@@ -35,15 +35,14 @@ def options_for(engine: str, longest: int, batch: int, prefill_rows: list[int], 
         return {"max_model_len": 2 * longest}
     import jaxinfer as ji  # only if it is what runs
 
-    step = max(16, 3 * longest // 16)
-    lengths = range(longest - 4 * step, longest + 1, step)  # few programs: each takes its time to compile
+    step = max(16, longest // 8)
     return {
         "max_model_len": 2 * longest,
         "int4": int4,
         "max_decode_batch": batch,
-        "max_prefill_tokens": 64 * longest,
-        "prefill_lengths": (*(length for length in lengths if length > 0), 2 * longest),  # prompts whole, not in pieces
-        "decode_stall_tokens": 64 * longest,  # throughput, not latency: prompts first
+        "max_prefill_tokens": 256 * longest,  # all prompts in one round, so that few calls are not full
+        "prefill_lengths": (*range(step, longest + step, step), 2 * longest),  # whole prompts, none in pieces
+        "decode_stall_tokens": 256 * longest,  # throughput, not latency: prompts first
         "decode_rows": tuple(sorted({max(1, batch * eighths // 8) for eighths in range(1, 9)})),
         "prefill_rows": tuple(prefill_rows),
         "prefix_cache": False,  # as for vLLM

@@ -1,14 +1,19 @@
-"""Workloads, their replay, and `jaxinfer bench`."""
+"""Workloads, their replay, `jaxinfer bench`, and the throughput benchmark on other engines."""
 
+import dataclasses
+import inspect
 import json
 import math
 import pathlib
+import sys
 import time
+import types
 
 import engine_cases as cases
 import markov
 import pytest
 
+from benchmarks import llm, throughput
 from jaxinfer.cli import main
 from jaxinfer.engine.workload import Arrival, random_workload, read_workload, replay
 from jaxinfer.sampling_params import SamplingParams
@@ -124,3 +129,50 @@ def test_bad_options_are_one_line(
     assert main(["bench", str(folder), *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+# --- The benchmark that other engines run too
+
+
+@pytest.mark.parametrize("engine", ["vllm", "nanovllm"])
+def test_throughput_runs_on_other_engines_by_another_import(
+    engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stand-ins with no more than the signatures of vLLM and nano-vllm; nothing of jaxinfer is needed, nor recorded."""
+
+    @dataclasses.dataclass
+    class Params:
+        temperature: float = 1.0
+        max_tokens: int = 64
+        ignore_eos: bool = False
+
+    class LLM:
+        def __init__(self, model: str, **options: object) -> None:
+            assert model == "folder"
+            extra = {"load_format", "skip_tokenizer_init", "enable_prefix_caching"} if engine == "vllm" else set()
+            assert options.keys() == {"max_model_len"} | extra and options["max_model_len"] == 64
+
+        def generate(self, prompts: list, sampling_params: list[Params], use_tqdm: bool = True) -> list:
+            given = [prompt["prompt_token_ids"] if engine == "vllm" else prompt for prompt in prompts]
+            assert all(isinstance(token, int) for ids in given for token in ids)
+            served.append((len(given), sum(params.max_tokens for params in sampling_params)))
+            assert all(params.ignore_eos and params.temperature == 0.6 for params in sampling_params)
+            return given
+
+    served: list[tuple[int, int]] = []
+    module = types.ModuleType(engine)
+    module.LLM, module.SamplingParams = LLM, Params  # type: ignore[attr-defined]  # a module made here
+    monkeypatch.setitem(sys.modules, engine, module)
+    options = ["--engine", engine, "--model", "folder", "--requests", "5", "--longest", "32", "--repeats", "2"]
+    monkeypatch.setattr(sys, "argv", ["throughput.py", *options])
+    throughput.main()
+    total = sum(throughput.workload(5, 32, 10_000)[1])
+    assert served == [(1, 16), (5, total), (5, total)]
+    assert capsys.readouterr().out.count(f"{total} output tokens in") == 2
+
+
+def test_workload_of_the_throughput_benchmark_is_the_peers_one() -> None:
+    prompts, outputs = throughput.workload(256, 1024, 10_000)
+    assert (len(prompts), sum(outputs)) == (256, 133_966)
+    assert min(map(len, prompts)) >= 100 and max(map(len, prompts)) <= 1024
+    assert list(inspect.signature(llm.LLM.generate).parameters) == ["self", "prompts", "sampling_params", "use_tqdm"]

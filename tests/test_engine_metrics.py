@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 
 from jaxinfer import kv_cache
+from jaxinfer.engine.calls import calls_for
 from jaxinfer.engine.config import settle
 from jaxinfer.engine.layout import Layouts, SamplerLayout, listed
 from jaxinfer.engine.metrics import Latency, Meter, Span
 from jaxinfer.engine.programs import Programs, Size
+from jaxinfer.engine.sequence import Piece, Sequence
 from jaxinfer.engine.timeline import plot_timeline
+from jaxinfer.generation import requests_for
 from jaxinfer.sampling_params import SamplingParams
 
 PROMPTS = [ids for ids, _ in cases.REQUESTS]
@@ -86,6 +89,28 @@ def test_programs_of_several_rows_are_for_short_pieces() -> None:
     chosen = settle(config, cases.model())
     programs = Programs(cases.model(), chosen, kv_cache.create(cases.model().config, 2, 4, jnp.float32))
     assert programs.prefill_sizes() == [(1, 64), (1, 1024), (1, 2048), (4, 64), (4, 1024)]
+
+
+def test_rows_that_a_call_would_compute_anyway_are_given_to_shorter_pieces() -> None:
+    config = dataclasses.replace(cases.CONFIG, prefill_lengths=(4, 8, 16), prefill_rows=(1, 4), max_prefill_tokens=64)
+    programs = Programs(
+        cases.model(), settle(config, cases.model()), kv_cache.create(cases.model().config, 2, 4, jnp.float32)
+    )
+
+    def calls(*lengths: int, start: int = 0) -> list[tuple[int, int, list[int]]]:
+        pieces, requests = [], {}
+        for length in lengths:
+            sequence = Sequence(cases.prompt(start + length), start + length, 1, 0)
+            requests[sequence] = requests_for(cases.model(), [sequence.tokens], cases.params(max_tokens=1))[0]
+            pieces.append(Piece(sequence, start, length, True))
+        made = list(calls_for(pieces, requests, programs))
+        assert all(call.size.from_empty == (start == 0) for call in made)
+        return [(call.size.rows, call.size.length, [piece.length for piece in call.pieces]) for call in made]
+
+    # Three of 9 to 16 tokens are more than half a call, whose last row goes to the next longest; one alone is not.
+    assert calls(3, 16, 9, 7, 12) == [(4, 16, [16, 12, 9, 7]), (1, 4, [3])]
+    assert calls(16, 3, 4, 2, start=4) == [(1, 16, [16]), (4, 4, [4, 3, 2])]
+    assert calls(5, 6, 7, 8, 8, 1) == [(4, 8, [8, 8, 7, 6]), (1, 8, [5]), (1, 4, [1])]
 
 
 def test_needs_beyond_the_examples_compile_once_and_are_counted() -> None:

@@ -126,7 +126,8 @@ def test_rope_that_depends_on_the_length() -> None:
 
 
 def test_k3_int8_pages_with_pieces_and_prefixes() -> None:
-    """Trap K3: three runs of one prompt over int8 pages agree, in pieces of 16, whole, and with a prefix cached."""
+    """Trap K3: three runs of one prompt over int8 pages agree, in pieces of 16, whole, with a prefix cached, and when
+    it is preempted by another."""
     model = dataclasses.replace(cases.model(), kv_dtype=jnp.dtype("int8"))
     row = cases.params(max_tokens=10)
     shape = {"prefill_rows": (1,), "sampling": (row,)}
@@ -135,6 +136,10 @@ def test_k3_int8_pages_with_pieces_and_prefixes() -> None:
         with cases.engine(model, prefill_lengths=lengths, max_prefill_tokens=64, **shape) as engine:
             said += [engine.generate([cases.prompt(50)], row)[0].token_ids for _ in range(3)]
             assert engine.metrics().prefix_hit_rate == pytest.approx(2 * 48 / 150)
+            pair = [cases.prompt(44), cases.prompt(44, 3)]
+            together = [output.token_ids for output in engine.generate(pair, row)]
+            assert engine.metrics().preemptions > 0
+            assert together == [engine.generate([ids], row)[0].token_ids for ids in pair]
     assert len(set(said)) == 1
 
 

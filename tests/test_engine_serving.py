@@ -343,6 +343,7 @@ def test_interrupted_generate_leaves_nothing_running(monkeypatch: pytest.MonkeyP
 
 
 def test_what_cannot_run_is_refused_by_name_and_the_rest_goes_on() -> None:
+    """Traps C9 and F1 among them: a bias on an id that there is not, and an empty prompt."""
     with cases.engine() as engine:
         engine.submit(*LONG, request_id="kept")
         before = tokens(engine.step())

@@ -28,23 +28,30 @@ def calls_for(pieces: Sequence[Piece], requests: Mapping[Track, Request], progra
 
 
 def _grouped(pieces: Sequence[Piece], requests: Mapping[Track, Request], programs: Programs) -> Iterator[Call]:
-    """Pieces of one padded length share calls; a call may be up to half empty. Scored ones go alone."""
-    by_length: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        length, from_empty = programs.settings.rules.padded(piece.length), piece.start == 0
-        if _is_scored(piece, requests):
-            count = listed(requests[piece.sequence].params.prompt_logprobs or 0, programs.config)
-            rows = programs.settings.prefill_rows[0]
-            yield Call((piece,), Size("prefill_scored", rows, length, from_empty=from_empty, num_logprobs=count))
-        else:
-            by_length.setdefault(length, []).append(piece)
+    """The longest pieces first. A call is as large as pieces of one padded length make it at least half full; shorter
+    ones have its other rows, which would be computed anyway. Scored pieces go alone."""
+    rules, rest = programs.settings.rules, list[Piece]()
+    for piece in sorted(pieces, key=lambda piece: -piece.length):
+        if not _is_scored(piece, requests):
+            rest.append(piece)
+            continue
+        count = listed(requests[piece.sequence].params.prompt_logprobs or 0, programs.config)
+        size = Size(
+            "prefill_scored",
+            programs.settings.prefill_rows[0],
+            rules.padded(piece.length),
+            from_empty=piece.start == 0,
+            num_logprobs=count,
+        )
+        yield Call((piece,), size)
     sizes = programs.prefill_sizes()
-    for length, alike in by_length.items():
+    while rest:
+        length = rules.padded(rest[0].length)
+        num_alike = sum(rules.padded(piece.length) == length for piece in rest)
         choices = [rows for rows, size in sizes if size == length]
-        while alike:
-            rows = next((n for n in reversed(choices) if 2 * len(alike) > n), choices[0])
-            yield Call(tuple(alike[:rows]), Size("prefill", rows, length, from_empty=alike[0].start == 0))
-            alike = alike[rows:]
+        rows = next((n for n in reversed(choices) if 2 * num_alike > n), choices[0])
+        yield Call(tuple(rest[:rows]), Size("prefill", rows, length, from_empty=rest[0].start == 0))
+        del rest[:rows]
 
 
 def _is_scored(piece: Piece, requests: Mapping[Track, Request]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxinfer import kv_cache
+from jaxinfer.batch import Limits
 from jaxinfer.engine.layout import SamplerLayout, listed
 from jaxinfer.engine.rules import DecodeOrder, Policy, Rules
 from jaxinfer.memory import free_device_bytes, free_host_bytes
@@ -192,7 +193,9 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
     longest = min(model.config.max_position_embeddings, config.max_context or 2**31)
     num_pages = config.num_pages
     if num_pages is None:
-        budget = _pool_bytes(model, config.memory_fraction, tokens, batch * (1 + spare))
+        # The most that a call computes, of prompts or of scoring; a round may have several.
+        call = max(config.prefill_rows[0] * lengths[-1], min(tokens, Limits.default().prefill_tokens))
+        budget = _pool_bytes(model, config.memory_fraction, call, batch * (1 + spare))
         num_pages = min(budget // page_bytes, 1 + sequences * -(-(longest + spare) // config.page_size))
         if num_pages < 2:
             raise ValueError(f"{budget / 1e9:.3g} GB are left for the KV cache, less than a page; use a smaller model")

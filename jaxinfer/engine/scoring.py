@@ -120,7 +120,8 @@ class Scorer:
                 return
             budget = bound
         self._skipped = 0
-        limits = Limits(prefill_chunk=self._longest_run, prefill_tokens=budget, decode_chunk=1)
+        whole = min(budget, Limits.default().prefill_tokens)
+        limits = Limits(prefill_chunk=self._longest_run, prefill_tokens=whole, decode_chunk=1)
         while budget > 0 and job.ready:
             batch, cost = self._take(job, scheduler, runner, budget)
             if not batch:
