@@ -35,7 +35,7 @@ from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.quantization.quantizer import QuantizingReader
 from jaxinfer.quantization.report import QuantizationReport
 from jaxinfer.source import open_source
-from jaxinfer.store.create import STORE_DTYPE, create, plan_mapping, save
+from jaxinfer.store.create import create, plan_mapping, save, written_dtype
 from jaxinfer.store.unfinished import check_free
 from jaxinfer.store.writer import StoreWriter
 from jaxinfer.tokenization import Tokenizer
@@ -161,10 +161,12 @@ def write_quantized(
         create(path_or_name, out, dtype=dtype, plan=plan, progress=progress)
         return None
     check_free(pathlib.Path(out).expanduser())
+    dtype = None if dtype is None else weights_dtype_for(dtype)
     start_device()
-    weights_dtype, name = weights_dtype_for(STORE_DTYPE if dtype is None else dtype), os.fspath(path_or_name)
+    name = os.fspath(path_or_name)
     progress = is_watched() if progress is None else progress
     with open_source(path_or_name, progress=progress) as source:
+        weights_dtype = written_dtype(source, dtype, name)
         windows = windows_for(calibration, source.tokenizer, source.config)
         quantizer = CalibratedQuantizer(source.config, plan, windows, weights_dtype, promote_above=promote_above)
         request = WeightsRequest(name, weights_dtype, packed=False, plan=None, progress=False)

@@ -43,19 +43,16 @@ def create(
     resolved = None if plan is None else resolve(plan)
     out = pathlib.Path(out).expanduser()
     check_free(out)
-    weights_dtype = weights_dtype_for(STORE_DTYPE if dtype is None else dtype)
+    dtype = None if dtype is None else weights_dtype_for(dtype)
     start_device()
     progress = is_watched() if progress is None else progress
     name = os.fspath(source)
     with open_source(source, progress=progress) as opened:
+        weights_dtype = written_dtype(opened, dtype, name)
         described = None if resolved is None else plan_mapping(resolved)
         quality = None
-        if isinstance(opened, StoreSource):
-            weights_dtype = opened.store.dtype if dtype is None else weights_dtype
-            if resolved is None:
-                described, quality = opened.store.manifest.plan, opened.store.manifest.quality
-        elif dtype is None:
-            say_what_is_rounded(opened, name)
+        if isinstance(opened, StoreSource) and resolved is None:
+            described, quality = opened.store.manifest.plan, opened.store.manifest.quality
         request = WeightsRequest(name, weights_dtype, None if resolved else True, resolved, progress)
         with StoreWriter(
             out, opened.config, weights_dtype, model=name, files=opened.files(), plan=described, quality=quality
@@ -64,8 +61,15 @@ def create(
     return out
 
 
-def say_what_is_rounded(opened: Source, name: str) -> None:
-    """Warns of matrices that the source has in more digits than `STORE_DTYPE`, which nobody asked for."""
+def written_dtype(opened: Source, dtype: jnp.dtype | None, name: str) -> jnp.dtype:
+    """Of what is not packed in what is written: as asked for, else a store's own, else `STORE_DTYPE`.
+
+    Warns of matrices that the source has in more digits than that.
+    """
+    if dtype is not None:
+        return dtype
+    if isinstance(opened, StoreSource):
+        return opened.store.dtype
     tensors, _ = opened.contents()
     matrices = (info for info in tensors.values() if len(info.shape) == 2 and info.name.endswith(".weight"))
     kinds = {info.dtype for info in matrices}.intersection(("F32", "F16"))
@@ -74,6 +78,7 @@ def say_what_is_rounded(opened: Source, name: str) -> None:
             "%s: weights that are %s are written as %s; dtype (--dtype) keeps another",
             *(name, " and ".join(sorted(kinds)), STORE_DTYPE),
         )
+    return jnp.dtype(STORE_DTYPE)
 
 
 def save(

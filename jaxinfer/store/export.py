@@ -22,7 +22,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.model import weights_dtype_for
 from jaxinfer.params import canonical_shapes, piece_specs
 from jaxinfer.source import GGUFSource, Source, StoreSource, open_source
-from jaxinfer.store.create import STORE_DTYPE
+from jaxinfer.store.create import written_dtype
 from jaxinfer.store.unfinished import check_free, written_whole
 
 log = logging.getLogger("jaxinfer")
@@ -51,13 +51,12 @@ def export(
     """
     path = pathlib.Path(out).expanduser().absolute()
     check_free(path)
+    dtype = None if dtype is None else weights_dtype_for(dtype)
     progress = is_watched() if progress is None else progress
     with open_source(source, progress=progress) as opened:
         files = opened.files()
         config_json = _config_json(opened, files, os.fspath(source))
-        if dtype is None and isinstance(opened, StoreSource):
-            dtype = opened.store.dtype
-        weights_dtype = np.dtype(weights_dtype_for(STORE_DTYPE if dtype is None else dtype))
+        weights_dtype = np.dtype(written_dtype(opened, dtype, os.fspath(source)))
         with written_whole(path) as folder, opened.tensors() as (checkpoint, match):
             if match.mismatch:
                 raise CheckpointError(f"{os.fspath(source)}: {match.mismatch}")
