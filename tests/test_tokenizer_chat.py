@@ -91,7 +91,12 @@ def test_messages_cannot_be_changed(template: str):
         "{{ 'x' * 1000000000000 }}",
         "{{ [0] * 1000000000000 | length }}",
         "{{ 9 ** 999999999 }}",
-        "{% for i in range(90000) %}{% for j in range(90000) %}{{ 'ten chars.' }}{% endfor %}{% endfor %}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ 'x'.ljust(999999999) }}",
+        "{{ 'x' | center(999999999) }}",
+        "{{ '%999999999d' | format(1) }}",
+        "{% for i in range(90000) %}{% for j in range(90000) %}{{ 'ten chars.' * 100 }}{% endfor %}{% endfor %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )

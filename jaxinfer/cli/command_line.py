@@ -20,6 +20,9 @@ from jaxinfer.cli.scoring_options import add_perplexity, add_score
 from jaxinfer.cli.sensitivity_options import add_sensitivity
 from jaxinfer.cli.store_options import add_convert, add_quantize
 
+LONGEST_ERROR = 2000
+"""Characters: what a damaged file has in place of a name may be megabytes long."""
+
 _COMMANDS = {
     "generate": "complete prompts from the command line, a file or standard input",
     "chat": "talk to a model; it remembers the conversation",
@@ -164,4 +167,5 @@ def describe(error: Exception) -> str:
     """An error as one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fspath(error.filename)}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."

@@ -10,6 +10,7 @@ messages.
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -78,9 +79,9 @@ def _check_length(length: int) -> None:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox limits `range`; multiplication can allocate just as much, so it is limited too."""
+    """Jinja's sandbox limits `range`; multiplying and padding can allocate just as much, so they are limited too."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and isinstance(right, int | float) and abs(right) > 64:
@@ -88,7 +89,30 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for repeated, times in ((left, right), (right, left)):
             if isinstance(repeated, str | list | tuple) and isinstance(times, int):
                 _check_length(len(repeated) * times)
+        if operator == "%":
+            _check_widths(left, right)
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: jinja2.runtime.Context, obj: Any, /, *arguments: Any, **options: Any) -> Any:
+        method = getattr(obj, "__wrapped__", obj)  # Jinja wraps `str.format`
+        _check_widths(getattr(method, "__self__", None), *arguments, *options.values())
+        return super().call(context, obj, *arguments, **options)
+
+
+def _check_widths(text: object, *arguments: object) -> None:
+    """Of what a text's own methods pad it to (`ljust`, `zfill`), or what `%` and `format` have in it as a width."""
+    if isinstance(text, str):
+        widths = [value for value in arguments if isinstance(value, int)]
+        _check_length(max(widths + [int(digits) for digits in re.findall(r"\d{8,}", text)], default=0))
+
+
+def _checked_filter(function: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(function)
+    def checked(text: object, *arguments: object, **options: object) -> str:
+        _check_widths(str(text), *arguments, *options.values())
+        return function(text, *arguments, **options)
+
+    return checked
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -128,6 +152,7 @@ def _tojson(
 def _compile(template: str) -> jinja2.Template:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
+    environment.filters |= {name: _checked_filter(environment.filters[name]) for name in ("center", "format", "indent")}
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(template)
