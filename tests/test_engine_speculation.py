@@ -139,6 +139,8 @@ def check_metrics(engine: Engine) -> None:
     assert set(metrics.steps) == {0, K} and metrics.steps == report.steps
     assert 0.1 < metrics.acceptance_rate < 0.9 and len(metrics.acceptance_by_position) == K
     assert 1.0 < metrics.tokens_per_step < 1.0 + K
+    assert metrics.accepted_lengths == tuple(report.histogram) and len(report.histogram) == K + 1
+    assert metrics.estimated_speedup is not None and metrics.estimated_speedup > 0
     assert metrics.catch_up_seconds > 0
     assert metrics.draft_seconds is not None and metrics.verify_seconds is not None
     assert metrics.draft_seconds > 0 and metrics.verify_seconds <= metrics.step_seconds[K]
@@ -149,6 +151,7 @@ def check_metrics(engine: Engine) -> None:
     share = metrics.acceptance_by_position[1]
     assert f'jaxinfer_speculation_acceptance{{position="2"}} {share:.9g}\n' in text
     assert f'jaxinfer_speculation_steps{{drafted="{K}"}} {metrics.steps[K]}\n' in text
+    assert f'jaxinfer_speculation_accepted_lengths{{accepted="0"}} {report.histogram[0]}\n' in text
     assert "# TYPE jaxinfer_speculation_draft_seconds counter" in text
     for line in text.splitlines():
         assert re.fullmatch(
