@@ -33,7 +33,9 @@ step 90 benchmarks.kernels_int4_crossover --seconds 55
 step 90 benchmarks.kernels_attention --seconds 60
 step 60 benchmarks.kernels_attention --parts prefill --seconds 40
 step 180 benchmarks.serving --model qwen3-8b --policies --rows separate speculation --draft qwen3-0.6b --batch 16 --rate 3 --seconds 12
+step 240 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --k 4 --passes --batch 1 16
 step 120 benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --batch 1
+step 120 benchmarks.speculation text
 step 600 benchmarks.train_pair "$results/pair"
 step 90 benchmarks.kv_tiers speed --batch 8
 step 90 benchmarks.kv_tiers speed --batch 1
