@@ -151,7 +151,11 @@ def test_padded_batch_of_different_lengths(case: families.FamilyCase, rng: np.ra
     assert_close(out, expected)
 
 
-@pytest.mark.parametrize("case", BY_EVERY_ROUTE, ids=str)
+# What `generate` looks at itself is here: windows, lengths, padding ids. The rest it sees through prefill and decoding.
+SEEN_BY_LOGITS = ("llama_biases", "llama_rope_yarn_mscale", "mistral_full", "phi3", "qwen3_rope_yarn")
+
+
+@pytest.mark.parametrize("case", [case for case in BY_EVERY_ROUTE if case.name not in SEEN_BY_LOGITS], ids=str)
 def test_greedy_continuation(case: families.FamilyCase) -> None:
     """The tokens transformers generates, beside longer and shorter neighbours and, where the length matters, alone.
 
