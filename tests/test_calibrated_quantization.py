@@ -240,7 +240,9 @@ def test_a_quality_by_hand() -> None:
     quality = Quality.from_positions(*(array.astype(np.float32) if array.dtype != bool else array for array in arrays))
     assert dataclasses.astuple(quality) == pytest.approx((4.0, 1.0, 0.5, 0.99, 0.5, 2))
     report = QuantizationReport(PRESETS["int8"], "x", 8, (WeightError("layers.0.q_proj", "int8", 0.25),), quality)
-    assert "layers.0.q_proj 25.00% (int8)" in repr(report)
+    assert "layers.0.q_proj 25 % (int8)" in repr(report)
+    small = dataclasses.replace(report, weights=(WeightError("layers.0.q_proj", "int8", 3.4e-5),))
+    assert "layers.0.q_proj 0.0034 % (int8)" in repr(small)  # and not 0.00 %
     assert "perplexity 4 (original 1), KL mean 0.5000, 99th percentile 0.9900 nats" in repr(report)
 
 
