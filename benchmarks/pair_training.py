@@ -130,7 +130,7 @@ class Trainer:
         dropout: float = 0.0,
         teacher: Params | None = None,
     ) -> tuple[Params, float]:
-        """The best state on the way, and its loss on `unseen`; says how it goes."""
+        """The best state on the way, and its loss on `unseen`; says how it goes. Raises ValueError if it diverges."""
         params: Any = self._start(self.config)
         state = self._optimizer.init(params)
         keys = np.random.default_rng(0).integers(0, 1 << 32, (self.num_steps, 2), np.uint32)
@@ -149,6 +149,8 @@ class Trainer:
             f"{' '.join(shown)}; best after {at}",
             flush=True,
         )
+        if least == float("inf"):
+            raise ValueError(f"{name}: the loss is not finite from the first check on; lower --rate")
         return best, least
 
 
