@@ -3,7 +3,9 @@
 import io
 import pathlib
 
+import gguf_files
 import markov
+import numpy as np
 import pytest
 
 import jaxinfer.cli
@@ -59,6 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("spec-bench {model} --prompts-file {out}/latin1", "latin1 is not UTF-8"),
         ("perplexity {model} {out}/latin1", "latin1 is not UTF-8"),
         ("generate {model} --prompts-file a\0b", "'a\\x00b' is no name of a file"),
+        # What cannot be a model.
+        ("info {out}/parrot.gguf", "architecture 'parrot'"),
+        ("generate {out}/parrot.gguf --prompt A", "architecture 'parrot'"),
     ],
 )
 def test_bad_options(
@@ -67,6 +72,7 @@ def test_bad_options(
     (tmp_path / "text.txt").write_text("A|BC|DEF")
     (tmp_path / "latin1").write_bytes(b"\xe9A")
     (tmp_path / "deep").write_text("[" * 100_000)
+    gguf_files.write(tmp_path / "parrot.gguf", {"general.architecture": "parrot"}, {"w": np.zeros(32, np.float32)})
     try:
         code = jaxinfer.cli.main([word.format(model=folder, out=tmp_path) for word in line.split(" ")])
     except SystemExit as error:
@@ -87,6 +93,10 @@ def test_a_byte_order_mark_is_not_text(capsys, folder: str, monkeypatch: pytest.
     monkeypatch.setattr("sys.stdin", io.StringIO('\ufeff{"prompt": [0], "continuation": [99]}\n'))
     assert jaxinfer.cli.main(["score", folder, "--pairs-file", "-"]) == 2
     assert "continuation 0 holds 99" in capsys.readouterr().err
+
+
+def test_an_error_is_as_long_as_people_read() -> None:
+    assert command_line.describe(ValueError("a" * 100_000)) == "a" * command_line.LONGEST_ERROR + "..."
 
 
 def test_only_names_of_options_are_translated() -> None:
