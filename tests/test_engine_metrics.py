@@ -268,7 +268,7 @@ def test_timeline_is_a_figure_and_a_file(tmp_path: pathlib.Path) -> None:
         figure = engine.plot_timeline(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     shown = IPython.core.formatters.PNGFormatter()(figure)
-    assert shown[:8] == b"\x89PNG\r\n\x1a\n"
+    assert shown is not None and shown[:8] == b"\x89PNG\r\n\x1a\n"
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["decode", "prefill"]
     decode, prefill = axes.collections

@@ -203,7 +203,9 @@ class EngineCore:
         """Waits for programs and hands out their results."""
         for work in works:
             results = runner.read(work, self._requests)
-            if work.kind != "first":
+            if work.kind == "first":
+                self._meter.has_read()
+            else:
                 seconds = self._meter.add_program(
                     work.kind, work.dispatched, work.num_rows, len(work.rows), work.num_tokens
                 )
@@ -229,20 +231,20 @@ class EngineCore:
             del self._owners[track], self._requests[track]
         elif not taken:
             return
-        elif not job.is_heard:
+        if taken:
             self._meter.add_tokens(job.clocks[index], taken)
+        if request.finish_reason is None and not job.is_heard:
             return
         self._deliver(job, index, request.delta(result.tokens[:taken], text, result.tables[:taken]))
 
     def _deliver(self, job: Job, index: int, delta: Delta) -> None:
         """Files the news of one completion, and calls the callback, whose failure ends this request only."""
-        self._meter.add_tokens(job.clocks[index], len(delta.token_ids))
+        (self._news if job.mailbox is None else job.mailbox).append(delta)
         if delta.finish_reason is not None:
             self._meter.add_finished(job.clocks[index], delta.finish_reason)
             job.num_unfinished -= 1
-        (self._news if job.mailbox is None else job.mailbox).append(delta)
-        if delta.finish_reason is not None and job.finished:
-            self._jobs.pop(job.request_id, None)
+            if job.finished:
+                self._jobs.pop(job.request_id, None)
         if job.callback is not None:
             try:
                 job.callback(delta)

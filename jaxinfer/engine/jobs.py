@@ -28,20 +28,18 @@ class Job:
     callback: Callback | None = None
     mailbox: collections.deque[Delta] | None = None
     tracks: list[Track] = dataclasses.field(default_factory=list)
+    is_heard: bool = dataclasses.field(init=False)
+    """Whether anybody learns of news before the end."""
     num_unfinished: int = dataclasses.field(init=False)
     """Completions whose last news is still to come."""
 
     def __post_init__(self) -> None:
+        self.is_heard = self.mailbox is None or self.mailbox.maxlen != 0 or self.callback is not None
         self.num_unfinished = len(self.requests)
 
     @property
     def finished(self) -> bool:
         return self.num_unfinished == 0
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether anybody learns of news before the end."""
-        return self.mailbox is None or self.mailbox.maxlen != 0 or self.callback is not None
 
     def output(self) -> RequestOutput:
         return RequestOutput(

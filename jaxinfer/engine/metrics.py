@@ -190,7 +190,7 @@ class Meter:
 
     def reset(self) -> None:
         """Starts counting anew."""
-        self.start = time.perf_counter()
+        self.start = self.now = time.perf_counter()
         self.submitted = self.prompt_tokens = self.output_tokens = 0
         self.finished: collections.Counter[str] = collections.Counter()
         self.clocks: collections.deque[Clock] = collections.deque(maxlen=KEPT_REQUESTS)
@@ -198,11 +198,16 @@ class Meter:
         self.busy: collections.defaultdict[str, float] = collections.defaultdict(float)
         self.rows_used = self.rows_run = 0
 
+    def has_read(self) -> None:
+        """The results of a program have come."""
+        self.now = time.perf_counter()
+
     def add_program(
         self, kind: Literal["prefill", "draft", "decode"], dispatched: float, rows: int, size: int, num_tokens: int
     ) -> float:
         """A program has ended, as the host sees it now; it ran `rows` sequences in `size` rows. Returns its seconds."""
-        end = time.perf_counter() - self.origin
+        self.has_read()
+        end = self.now - self.origin
         start = min(end, max(dispatched - self.origin, self._last_end))
         self._last_end = end
         self.spans.append(Span(kind, start, end, rows, num_tokens))
@@ -219,12 +224,12 @@ class Meter:
         return end - start
 
     def add_tokens(self, clock: Clock, count: int) -> None:
-        """The host has read `count` more tokens of a completion."""
-        if count:
-            clock.last = time.perf_counter()
-            clock.first = clock.first or clock.last
-            clock.num_tokens += count
-            self.output_tokens += count
+        """Of what the host has read now, `count` tokens are a completion's."""
+        clock.last = self.now
+        if clock.first is None:
+            clock.first = self.now
+        clock.num_tokens += count
+        self.output_tokens += count
 
     def add_finished(self, clock: Clock, reason: str) -> None:
         self.finished[reason] += 1
