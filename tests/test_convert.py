@@ -257,6 +257,7 @@ def test_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[
         ("quantize", str(LLAMA), "--plan", "int5", "--out", str(tmp_path / "x")): "expected int4, ",
         ("quantize", str(LLAMA), "--plan", "int4", "--out", store): "exists already; remove it",
         ("quantize", str(LLAMA), "--plan", "int4", "--judge", "--out", str(tmp_path / "x")): "has no tokenizer to read",
+        ("quantize", str(LLAMA), "--plan", "int4", "--evaluation", "a", "--out", "x"): "--evaluation goes with --cal",
         ("convert", str(tmp_path / "nowhere.gguf"), str(tmp_path / "x")): "no such file or folder",
         ("convert", store, out): "exists already; remove it",
     }.items():

@@ -12,9 +12,12 @@ from jaxinfer.quantization.plan import resolve
 def run(options: argparse.Namespace) -> int:
     """Prints the path of the store; how well it was done, where that was measured, goes to standard error."""
     plan = resolve(options.plan, "--plan ")
-    calibration = options.calibration
-    if calibration is None and options.judge:
-        calibration = Calibration.bundled()
+    if options.calibration is not None:
+        calibration = Calibration.from_files(options.calibration, evaluation=options.evaluation)
+    elif options.evaluation is not None:
+        raise ValueError("--evaluation goes with --calibration, the text to calibrate with; give both")
+    else:
+        calibration = Calibration.bundled() if options.judge else None
     common = {
         "calibration": calibration,
         "promote_above": options.promote_above,

@@ -22,6 +22,12 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         help="text or .jsonl of your domain; repeat it for several. Default: a bundled novel, if the plan needs text",
     )
     parser.add_argument(
+        "--evaluation",
+        action="append",
+        metavar="FILE",
+        help="judge by these files; default: a tenth of --calibration, which then calibrates nothing",
+    )
+    parser.add_argument(
         "--judge",
         action="store_true",
         help="report perplexity and KL divergence from the original, also of plans that need no text",

@@ -156,7 +156,7 @@ class Calibration:
         if not len(evaluation) and self.evaluation_samples:
             log.warning(
                 "%s: no text is kept apart to judge by (it is a single passage, or none was asked for): perplexity and "
-                "KL are not measured; give more, or files of their own: Calibration.from_files(..., evaluation=[...])",
+                "KL are not measured; give more, or text to judge by (--evaluation, from_files(..., evaluation=))",
                 self.source,
             )
         return Windows(calibration, evaluation, self.source)
