@@ -38,12 +38,19 @@ def main() -> None:
     # Without pytest-benchmark, where a machine has it: beside pytest-xdist it warns, and warnings are errors here.
     plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *plugins, *paths, *rest]
-    answer = subprocess.run(command, env=environment, cwd=ROOT.parent, capture_output=True, text=True, check=False)
-    print(answer.stdout, answer.stderr, sep="\n")
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", answer.stdout)}
+    # Shown while it comes: a run that is cut short still says how far it came.
+    process = subprocess.Popen(
+        command, env=environment, cwd=ROOT.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    last = ""
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        last = line
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
     metrics = {word: (float(counts.get(word, 0)), "tests") for word in ("passed", "failed", "error", "skipped")}
     Recorder("gpu_tests", arguments.results).record({"files": " ".join(FILES)}, metrics)
-    sys.exit(answer.returncode)
+    sys.exit(process.wait())
 
 
 if __name__ == "__main__":
