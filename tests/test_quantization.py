@@ -79,9 +79,9 @@ def test_clipping_helps() -> None:
             assert (error(weight, clipped) ** 2).mean() < most * (plain**2).mean()
 
 
-@pytest.mark.parametrize(("in_features", "group_size"), [(72, 64), (48, 64), (576, 128)])
+@pytest.mark.parametrize(("in_features", "group_size"), [(72, 64), (48, 64)])
 def test_last_groups_may_be_shorter(in_features: int, group_size: int) -> None:
-    weight = WEIGHTS["normal"][:70, :in_features] if in_features <= 512 else np.tile(WEIGHTS["normal"][:70], 2)[:, :576]
+    weight = WEIGHTS["normal"][:70, :in_features]
     for packed in (
         round_to_nearest(jnp.asarray(weight), bits=4, group_size=group_size, symmetric=False),
         half_quadratic(jnp.asarray(weight), bits=4, group_size=group_size),
