@@ -420,6 +420,24 @@ sys.exit(main([]))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def test_an_interrupted_process_ends_at_once() -> None:
+    """Not by way of what is done at exit, where threads of XLA that still compile abort the process."""
+    program = """
+import atexit, os
+from jaxinfer.cli import command_line, main
+
+def run(arguments):
+    atexit.register(os.abort)
+    print("half an answer", end="")
+    raise KeyboardInterrupt
+
+command_line.run = run
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "half an answer", "")
+
+
 def test_other_errors_keep_their_traceback(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a fault of ours")

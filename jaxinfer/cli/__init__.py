@@ -1,6 +1,7 @@
 """The command line. This file alone is imported before `main` runs: see `command_line.py` for the rest."""
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -16,12 +17,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return command_line.run(arguments)
     except KeyboardInterrupt:
-        return 130
+        pass
     except ImportError as error:
         # What Ctrl-C makes of a module in C++ whose initialisation it meets.
-        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
-            return 130
-        raise
+        if not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            raise
+    if arguments is None:
+        # At once: a process that is taken down while threads of XLA compile may abort.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(130)
+    return 130
 
 
 @contextlib.contextmanager
