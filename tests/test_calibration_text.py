@@ -188,3 +188,21 @@ def test_lines_of_jsonl_end_with_line_feeds_alone(tmp_path: pathlib.Path) -> Non
     file.write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(ValueError, match="line 1 is not JSON"):
         Calibration.from_files(file)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[0, 50]], "ids: calibration holds 50; token ids of this model are 0 to 49"),
+        ([[-1, 0]], "ids: calibration holds -1"),
+        ([[0] * 9], "ids: calibration has rows of 9 tokens; the context is 8"),
+    ],
+)
+def test_token_ids_that_a_model_cannot_read_are_refused(ids: list[list[int]], message: str) -> None:
+    """They would be looked up in the embedding all the same: XLA takes the nearest row."""
+    nothing = np.zeros((0, 0), np.int32)
+    Windows(np.array([[0, 49]], np.int32), nothing, "ids").check(num_tokens=50, longest=8)
+    with pytest.raises(ValueError, match=message):
+        Windows(np.array(ids, np.int32), nothing, "ids").check(num_tokens=50, longest=8)
+    with pytest.raises(ValueError, match=message.replace("calibration", "evaluation")):
+        Windows(nothing, np.array(ids, np.int32), "ids").check(num_tokens=50, longest=8)
