@@ -94,7 +94,7 @@ def each(product: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:
 RUNS = 5
 
 
-def times(products: jax.stages.Compiled, xs: list[jax.Array], ws: list[Any]) -> list[tuple[str, float]]:
+def times(products: jax.stages.Compiled, xs: Any, ws: list[Any]) -> list[tuple[str, float]]:
     """Name and microseconds of every kernel of RUNS runs."""
     _, timings = profiler.measure(products, aggregate=False, iterations=RUNS + 1)(xs, ws)
     if timings is None:
@@ -216,7 +216,8 @@ def main() -> None:
     ]
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         kernels = [pool.submit(compiled, *case) for case in cases]
-        matrices = dict(zip(SHAPES, pool.map(Matrix, SHAPES), strict=True))
+        shapes = {shape for _, shape, _ in cases}
+        matrices = dict(zip(shapes, pool.map(Matrix, shapes), strict=True))
         tokens = {case[:2]: pool.submit(Rows, case[0], matrices[case[1]]) for case in cases}
     print(f"{len(kernels)} kernels compiled in {time.perf_counter() - started:.0f} s", flush=True)
     for (rows, shape, schedule), kernel in zip(cases, kernels, strict=True):

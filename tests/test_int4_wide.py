@@ -160,7 +160,6 @@ SHAPES = [
     (14336, 4096),
     (4096, 14336),
     (4096, 4096),
-    (6144, 4096),
     (28672, 4096),
     (576, 1536),
     (64, 64),
@@ -183,7 +182,7 @@ def described(out_features: int, in_features: int, group_size: int, kind: str) -
 
 @pytest.mark.parametrize("group_size", [16, 128])
 def test_schedules_fit_the_card(group_size: int) -> None:
-    for rows, shape in itertools.product((17, 64, 130, 1000), SHAPES):
+    for rows, shape in itertools.product((17, 64, 256, 1000), SHAPES):
         weight = described(*shape, min(group_size, shape[1]), "minimum")
         schedule = wide_tuning.wide_schedule(rows, weight)
         plan = WidePlan.of(rows, weight, schedule)

@@ -1,6 +1,7 @@
 """How the Hopper INT4 kernel for many rows spreads one matrix over the card: sizes and shared memory."""
 
 import dataclasses
+from typing import Any
 
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
@@ -35,8 +36,9 @@ class WideSchedule:
 
     `turns`: the multiplying warpgroups take turns at the tensor cores, so that one unpacks while another multiplies.
 
-    `plain`: x is read as it is. Then products of `batch` steps of 16 inputs start together, while those of the
-    `pending` batches before are under way.
+    `plain`: x is not brought into the order of the packed words before, but words into that of x. Products of `batch`
+    steps of 16 inputs start together, while those of `pending` batches before may be under way. No card has run this
+    yet, so tuning chooses it for nothing.
     """
 
     tokens: int = 64
@@ -220,3 +222,19 @@ class WidePlan:
     @property
     def shared_bytes(self) -> int:
         return self.lines_start + self.schedule.warpgroups * self.lines_bytes
+
+
+class Part:
+    """The part of the product that a block works on: some features of some tokens over some of the stages."""
+
+    def __init__(self, plan: WidePlan, index: Any, rank: Any):
+        """The blocks of a cluster have neighbouring features, or slices of the inputs of the same."""
+        schedule = plan.schedule
+        self.token_tile, rest = index % plan.token_tiles, index // plan.token_tiles
+        self.slice, features = rest % schedule.slices, rest // schedule.slices
+        if schedule.added > 1:
+            first, self.first_strip = self.slice * schedule.added + rank, features * plan.block_strips
+        else:
+            first, self.first_strip = self.slice, (features * schedule.cluster + rank) * plan.block_strips
+        self.first_step = first * plan.steps // plan.all_slices
+        self.count = (first + 1) * plan.steps // plan.all_slices - self.first_step

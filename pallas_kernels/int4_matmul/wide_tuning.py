@@ -26,6 +26,7 @@ MEASURED = {
     (64, 14336, 4096): WideSchedule(64, tiles=2, slices=8, cluster=2),
     (64, 4096, 4096): WideSchedule(64, slices=3, cluster=4, blocks=112),
     (64, 4096, 6144): WideSchedule(64, slices=2, cluster=4, blocks=112),
+    (256, 4096, 14336): WideSchedule(128, tiles=2, cluster=4, blocks=112, turns=True),
 }
 """By rows, in_features and out_features: the fastest schedule, with the addition of its slices, of those tried on an
 H200 (docs/kernels.md); it gets as many stages as there is room for."""
