@@ -167,9 +167,9 @@ def _error(name: str, value: object, expected: str) -> ValueError:
 
 
 def _integer(name: str, value: object, low: int, high: int = _INT32_MAX) -> int:
-    expected = f"an integer from {low} to {high}" if high != _INT32_MAX else f"an integer of at least {low}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise _error(name, value, expected)
+        says_high = high != _INT32_MAX or (isinstance(value, numbers.Integral) and int(value) > high)
+        raise _error(name, value, f"an integer from {low} to {high}" if says_high else f"an integer of at least {low}")
     return int(value)
 
 

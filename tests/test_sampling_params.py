@@ -69,7 +69,7 @@ def test_a_field_cannot_be_assigned():
         ("n", True, "an integer from 1 to 16384"),
         ("max_tokens", 0, "an integer of at least 1"),
         ("max_tokens", [4], "an integer of at least 1"),
-        ("max_tokens", 2**31, "an integer of at least 1"),
+        ("max_tokens", 2**31, "an integer from 1 to 2147483647"),
         ("min_tokens", -1, "an integer of at least 0"),
         ("temperature", -0.1, "a number in [0, 1e+06]"),
         ("temperature", float("nan"), "a number in [0, 1e+06]"),
