@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxinfer.quantization.layer_pass import UNTUNED
 from jaxinfer.quantization.moments import better_rows, output_errors
 from jaxinfer.quantization.rtn import groups_of, round_to_nearest
 from pallas_kernels.int4_matmul import PackedInt4, dequantize
@@ -37,7 +38,7 @@ def scale_candidates(
     return jnp.where(jnp.isfinite(scales), scales, 1.0).at[0].set(1.0)  # x^0 is all ones, but for rounding
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "group_size", "symmetric"))
+@functools.partial(jax.jit, static_argnames=("bits", "group_size", "symmetric"), compiler_options=UNTUNED)
 def scaled_losses(
     weight: Float[Array, "out in"],
     moments: Float[Array, "in in"],

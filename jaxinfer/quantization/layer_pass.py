@@ -20,6 +20,11 @@ from jaxinfer.layers.rope import rope_tables
 PRECISION = "highest"
 """Of the products: NVIDIA's default for float32 keeps 10 bits, which is what codes of 8 bits already cost."""
 
+UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+"""Compiler options of what calibration runs a few times: products go to cuBLAS as they are. XLA would compile and time
+dozens of kernels of its own for each shape in float32: two and a half minutes for seconds of work (SmolLM2-135M on an
+H200: 163 s for a first plan; with these options for everything, a first plan and twelve kinds of GPTQ took 78 s)."""
+
 
 @typing.no_type_check  # JAX rebuilds pytrees around placeholders
 @flax.struct.dataclass
@@ -37,7 +42,7 @@ def representative(config: ModelConfig, index: int) -> int:
     return config.layers.index(config.layers[index])
 
 
-@functools.partial(jax.jit, static_argnames=("config", "index"))
+@functools.partial(jax.jit, static_argnames=("config", "index"), compiler_options=UNTUNED)
 def pass_through(
     layer: LayerParams, x: Float[Array, "batch tokens hidden"], *, config: ModelConfig, index: int
 ) -> Float[Array, "batch tokens hidden"]:
@@ -46,7 +51,7 @@ def pass_through(
         return decoder_layer(layer, x, None, index, _whole_rows(x, config, index), config)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "index"))
+@functools.partial(jax.jit, static_argnames=("config", "index"), compiler_options=UNTUNED)
 def summed_moments(
     layer: LayerParams, x: Float[Array, "batch tokens hidden"], *, config: ModelConfig, index: int
 ) -> InputMoments:

@@ -15,6 +15,7 @@ from jaxinfer.decoder import Params
 from jaxinfer.layers.embedding import head
 from jaxinfer.layers.linear import Weight
 from jaxinfer.model import Model
+from jaxinfer.quantization.layer_pass import UNTUNED
 from jaxinfer.quantization.report import Quality
 
 TOKENS_AT_ONCE = 8192
@@ -32,7 +33,7 @@ type Statistics = tuple[
 the sum of each token's smaller probability."""
 
 
-@functools.partial(jax.jit, static_argnames=("config", "original_config"))
+@functools.partial(jax.jit, static_argnames=("config", "original_config"), compiler_options=UNTUNED)
 def head_statistics(
     hidden: Float[Array, "rows tokens hidden"],
     original_hidden: Float[Array, "rows tokens original_hidden"],

@@ -28,7 +28,14 @@ from jaxinfer.model import Model
 from jaxinfer.params import layer_specs, linear_names
 from jaxinfer.planning.weights import num_bytes
 from jaxinfer.quantization.api import CalibrationText, windows_for
-from jaxinfer.quantization.layer_pass import PRECISION, input_moments, pass_through, representative, second_moments
+from jaxinfer.quantization.layer_pass import (
+    PRECISION,
+    UNTUNED,
+    input_moments,
+    pass_through,
+    representative,
+    second_moments,
+)
 from jaxinfer.quantization.moments import output_errors, values_of
 from jaxinfer.quantization.plan import HEAD, Precision
 from jaxinfer.quantization.quality import head_of, row_batches
@@ -196,7 +203,7 @@ class _Measurement:
         return max(0.0, sum(float(part) for part in parts) / self._num_tokens)
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config", compiler_options=UNTUNED)
 def summed_divergence(
     hidden: Float[Array, "rows tokens hidden"],
     original_hidden: Float[Array, "rows tokens hidden"],
