@@ -6,6 +6,7 @@ the interpreter has its own.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import triton_backend
+from tests import simulated_ptx
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("jax_triton") is None, reason="needs the optional extra: pip install jaxinfer[triton]"
@@ -74,14 +76,10 @@ def interpreter() -> Iterator[Any]:
             function = kernel.fn
             arrays = [_of_numpy(np.asarray(x)) for x in inputs]
             shapes = [(out.shape, np.dtype(out.dtype)) for out in out_type]
-            # The interpreter knows no assembly.
-            job = worker.submit(_run, function.__module__, function.__name__, arrays, shapes, grid, constants | NO_ASM)
+            job = worker.submit(_run, function.__module__, function.__name__, arrays, shapes, grid, constants)
             return [jnp.asarray(out) for out in job.result()]
 
         yield call
-
-
-NO_ASM = {"ASM": False}
 
 
 def _of_numpy(array: np.ndarray) -> np.ndarray:
@@ -104,8 +102,34 @@ def _start() -> None:
         """With operands as the numbers they are: the interpreter keeps bfloat16 as its bits, and multiplies those."""
         return interpreter.TensorHandle(_numbers(a.data) @ _numbers(b.data) + d.data, d.dtype.scalar)
 
+    def create_inline_asm(self: Any, assembly: str, constraints: str, values: list, types: list, pure: bool, pack: int):
+        """Each instance of the assembly has `pack` neighbouring elements of every argument, in 32-bit registers."""
+        del self, pure
+        shape, registers = values[0].data.shape, []
+        for value in values:
+            data = np.ascontiguousarray(value.data).reshape(-1, pack)
+            registers += list((data if data.dtype.itemsize == 8 else data.view(np.uint32)).T)
+        results = simulated_ptx.run(assembly, [np.ascontiguousarray(x) for x in registers], constraints.count("="))
+        handles = []
+        for register, kind in zip(results, types, strict=True):
+            scalar = kind.scalar
+            dtype = {"bf16": np.uint16, "fp16": np.float16, "fp32": np.float32, "int32": np.int32}[str(scalar)]
+            handles.append(interpreter.TensorHandle(register.view(dtype).reshape(shape), scalar))
+        return Results(handles)
+
     interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What an operation with several results gives."""
+
+    handles: list[Any]
+
+    def get_result(self, index: int) -> Any:
+        return self.handles[index]
 
 
 def _numbers(data: np.ndarray) -> np.ndarray:
