@@ -1,6 +1,5 @@
 """The NumPy twin of `pallas_kernels.int4_matmul.warp.Int4Warp`, and the whole kernel run on it."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,9 +126,6 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
     def half_pair(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         return self.pack_f16(low, high)
 
-    def flipped(self, word: np.ndarray, bits: int) -> np.ndarray:
-        return (word.view(np.uint32) ^ np.uint32(bits)).view(np.int32)
-
     def digits(self, words: list[np.ndarray], factor: np.ndarray) -> tuple[np.ndarray, ...]:
         numbers = np.concatenate([self._halves(word) for word in words], axis=1).view(ml_dtypes.bfloat16)
         scaled = np.nan_to_num(np.rint(numbers.astype(np.float64) * factor[:, None])).astype(np.int32)
@@ -195,12 +191,6 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
         keep = np.ones(32, bool) if predicate is None else predicate
         self.bytes.view(np.float32)[(address[keep] + constant) // 4] = value[keep]
 
-    def shared_store_in(
-        self, block: np.ndarray, address: np.ndarray, value: np.ndarray, predicate: np.ndarray, constant: int
-    ) -> None:
-        for lane in np.flatnonzero(predicate):
-            self.cluster.smem[block[lane]].view(np.float32)[(address[lane] + constant) // 4] = value[lane]
-
     def when(self, condition: np.ndarray, body: Callable[[], None]) -> None:
         if uniform(condition):
             body()
@@ -237,7 +227,7 @@ def simulate(
 ) -> np.ndarray:
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, results]."""
     plan = Plan.of(x.shape[0], weight, schedule, fusion)
-    out = np.full(plan.partials * plan.rows * plan.results, np.nan, DTYPES[out_dtype])
+    out = np.full(plan.slices * plan.rows * plan.results, np.nan, DTYPES[out_dtype])
     arguments = mosaic.arguments_of(
         weight,
         weights=flat_weights(weight),
@@ -247,10 +237,10 @@ def simulate(
         out=out,
         out_dtype=out_dtype,
     )
-    slices = [tuple(range(plan.slices))] if schedule.together else [(slice_,) for slice_ in range(plan.slices)]
-    for cluster, block in itertools.product(slices, range(plan.blocks_per_slice)):
-        _run_cluster(plan, arguments, cluster, block)
-    return out.reshape(plan.partials, plan.rows, plan.results)
+    for slice_ in range(plan.slices):
+        for block in range(plan.blocks_per_slice):
+            _run_block(plan, arguments, slice_, block)
+    return out.reshape(plan.slices, plan.rows, plan.results)
 
 
 def flat_weights(weight: Packed) -> Weights:
@@ -258,16 +248,16 @@ def flat_weights(weight: Packed) -> Weights:
     return Weights(*(None if a is None else np.ascontiguousarray(a).reshape(-1) for a in arrays))
 
 
-def _run_cluster(plan: Plan, arguments: Any, slices: tuple[int, ...], block: int) -> None:
+def _run_block(plan: Plan, arguments: Any, slice_: int, block: int) -> None:
     from simulated_wide_warp import Barriers, SimulatedWideWarp  # which imports this module
 
     barriers = Barriers()
 
-    def program(warp: SimulatedWarp, rank: int) -> None:
+    def program(warp: SimulatedWarp, _: int) -> None:
         w = SimulatedWideWarp(warp, barriers)
-        mosaic.multiply(w, plan, arguments, w.integer(slices[rank]), w.integer(block))
+        mosaic.multiply(w, plan, arguments, w.integer(slice_), w.integer(block))
 
-    run_cluster(len(slices), plan.schedule.warps, plan.shared_bytes, program)
+    run_cluster(1, plan.schedule.warps, plan.shared_bytes, program)
 
 
 def in_float64(x: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -120,7 +120,6 @@ def test_hopper_kernel_on_simulated_warps(rows, out_features, in_features, group
         Schedule(warps=16, parts=2, strips=2, depth=2, blocks=2),
         Schedule(warps=4, parts=3, strips=2, depth=2, blocks=4, digits=True),
         Schedule(warps=8, parts=2, strips=2, depth=2, blocks=4, scaled=True),
-        Schedule(warps=4, parts=1, strips=2, depth=2, blocks=6, scaled=True, together=True),
     ],
 )
 def test_every_schedule_computes_the_same(schedule: Schedule) -> None:
@@ -137,7 +136,13 @@ def test_kernel_lowers_for_cuda(rows: int, out_features: int, in_features: int) 
 
 
 @pytest.mark.parametrize(
-    "schedule", [Schedule(warps=4), Schedule(warps=28, parts=1, strips=2, depth=2), Schedule(digits=True)]
+    "schedule",
+    [
+        Schedule(warps=4),
+        Schedule(warps=28, parts=1, strips=2, depth=2),
+        Schedule(digits=True),
+        Schedule(warps=4, scaled=True, bulk=True),
+    ],
 )
 def test_schedules_lower_for_cuda(schedule: Schedule) -> None:
     lower(8, 256, 1024, 128, "zero_point", schedule)
@@ -182,6 +187,27 @@ def test_plan_gives_every_unit_to_one_block_and_all_blocks_are_resident_at_once(
         resident = plan.schedule.blocks // 132
         assert plan.slices * plan.blocks_per_slice <= plan.schedule.blocks
         assert (plan.shared_bytes + 1024) * resident <= 228 * 1024
+
+
+def test_what_has_been_measured_in_float16_takes_it() -> None:
+    scales = np.zeros(0, BF16)
+
+    def schedule(rows: int, n: int, k: int, group_size: int = 128, *, zeros: bool = True) -> Schedule:
+        offsets = np.zeros(0, np.uint8) if zeros else None
+        return tuning.plan_for(rows, PackedInt4(None, scales, offsets, None, (n, k), group_size, "mosaic")).schedule
+
+    for rows in (1, 2, 8):
+        assert schedule(rows, 14336, 4096).bulk
+        assert schedule(rows, 4096, 14336).blocks == 264
+        assert schedule(rows, 4096, 4096).scaled
+        assert not schedule(rows, 4096, 4096).bulk  # two strips a block
+    others = [schedule(9, 14336, 4096), schedule(1, 14336, 4096, 32), schedule(1, 14336, 4096, zeros=False)]
+    assert not any(other.scaled for other in (*others, schedule(1, 14336, 4000)))
+
+
+def test_bulk_copies_need_matrices_that_blocks_divide_evenly() -> None:
+    with pytest.raises(ValueError, match="bulk copies need whole groups of at most 128 inputs for every warp of"):
+        lower(1, 64, 576, 64, "zero_point", Schedule(warps=4, scaled=True, bulk=True))
 
 
 def test_leading_dimensions_and_out_dtype() -> None:
@@ -244,6 +270,22 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     weight = make(24, 64, 32, "symmetric")[0]
     with pytest.raises(ValueError, match=r"x has shape \(4, 63\); a weight of 64 in_features needs \[..., 64\]"):
         int4_matmul(jnp.zeros((4, 63)), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize(("out_features", "in_features"), [(4096, 4096), (6144, 4096), (4096, 6144)])
+def test_x_in_float16_on_the_gpu(rows: int, out_features: int, in_features: int) -> None:
+    """Asynchronous copies, bulk copies, bulk copies in three slices of the inputs; tokens of very different size."""
+    weight, values = make(out_features, in_features, 128, "zero_point")
+    x = (tokens(rows, in_features).astype(np.float32) * 2.0 ** np.arange(0, 80, 10)[:rows, None]).astype(BF16)
+    packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
+    assert tuning.plan_for(rows, packed).schedule.scaled
+    runs = [np.asarray(int4_matmul(jnp.asarray(x), packed, out_dtype=jnp.float32)) for _ in range(3)]
+    for token in range(rows):
+        assert error(runs[0][token : token + 1], x[token : token + 1], values) < 2e-6
+    assert (runs[0] == runs[1]).all()
+    assert (runs[0] == runs[2]).all()
 
 
 @pytest.mark.gpu

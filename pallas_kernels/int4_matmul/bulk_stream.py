@@ -38,41 +38,29 @@ class BulkStream:
                 size = STRIP * itemsize
                 self._copies.append((array, first_group * size, plan.groups * size, plan.segments * size))
 
-    def start(self) -> None:
-        """Makes the barriers, and asks for the strips that come before x."""
+    def open(self) -> None:
+        """Makes the barriers; all warps of the block come here."""
         w = self.w
         for slot in range(self._slots):
             w.barrier_init(self._full(w.integer(slot)), 1, self._thread)
             w.barrier_init(self._empty(w.integer(slot)), TEAM, self._thread)
         w.barriers_ready()
-        if self.plan.schedule.early:
-            w.when(self._leader, lambda: self._ask_for(0, self.plan.schedule.early))
-
-    def open(self) -> None:
-        """The barriers are there for all warps of the block."""
-        self.w.block_barrier()
+        w.block_barrier()
 
     def fill(self) -> None:
-        """Asks for the other first strips."""
+        """Asks for the first strips."""
         w = self.w
 
         def start() -> None:
             w.arrive_in(self._full(w.integer(0)), None, self._thread)  # nothing comes into the spare slot yet
-            self._ask_for(self.plan.schedule.early, self.plan.schedule.depth)
+            depth = w.integer(self.plan.schedule.depth)
+            w.loop(w.select(depth < self.count, depth, self.count), (), one)
 
-        w.when(self._leader, start)
-
-    def _ask_for(self, first: int, end: int) -> None:
-        w = self.w
-
-        def one(index: Any, carry: Sequence[Any]) -> Sequence[Any]:
-            strip = index + first
+        def one(strip: Any, carry: Sequence[Any]) -> Sequence[Any]:
             self._ask(strip, strip + 1)
             return carry
 
-        # A loop, and one that is not unrolled: instructions come from memory too.
-        left, wanted = self.count - first, w.integer(end - first)
-        w.loop(w.select(wanted < left, wanted, left), (), one)
+        w.when(self._leader, start)
 
     def spare_is_free(self) -> None:
         """This warp has read what it wrote into its part of the spare slot."""

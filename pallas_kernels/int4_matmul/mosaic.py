@@ -2,17 +2,19 @@
 
 The product is computed as out^T = W x^T: 16 output features are the large operand of an `mma`, 8 tokens the small
 one. A warp owns 128 or 256 inputs for the whole kernel and keeps their x in registers, in fragment order; a block's
-warps own neighbouring inputs and walk through strips of 16 output features. Weights and scales travel by asynchronous
-copies into a ring that each warp has for itself, several strips ahead, and each lane reads back the words it has
-copied, so the loop needs no barrier for them. After every few strips the warps' sums are added in shared memory in a
-fixed order, so results are reproducible. Blocks that share an output feature write float32 partial sums, which XLA adds
-inside whatever comes next; sixteen warps of 256 inputs need none for up to 4096 inputs.
+warps own neighbouring inputs and walk through strips of 16 output features. Weights and scales travel several strips
+ahead, by asynchronous copies into a ring that each warp has for itself (stream.py) or by bulk copies into one that four
+warps share (bulk_stream.py): the loop needs no barrier of the whole block for them. After every few strips the warps'
+sums are added in shared memory in a fixed order, so results are reproducible. Blocks that share an output feature write
+float32 partial sums, which XLA adds inside whatever comes next; sixteen warps of 256 inputs need none for up to 4096
+inputs.
 
 Scale, zero point or minimum enter once a group:
 
     sum_k x_k w_k = scale * sum_k x_k (c + code_k) + bias * sum_k x_k
 
-in float32; what c is, and how the sums are made, is in operands.py. sum_k x_k is computed once for the whole kernel.
+in float32; what c is, and how the sums are made, is in operands.py and scaled.py. sum_k x_k is computed once for the
+whole kernel.
 
 docs/kernels.md has the layout, the reasons and the measurements.
 """
@@ -33,7 +35,7 @@ from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens, bias_of
 from pallas_kernels.int4_matmul.packing import STRIP, Kind
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PIECE_BYTES, PLAIN, Fusion, Plan, Schedule
-from pallas_kernels.int4_matmul.scaled import Rows, Scaled
+from pallas_kernels.int4_matmul.scaled import Row, Scaled
 from pallas_kernels.int4_matmul.stream import Places, Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 
@@ -57,18 +59,15 @@ class Arguments:
 def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """One warp's work: the instructions are emitted through `w`, a WideWarp (or its NumPy twin in the tests)."""
     schedule = plan.schedule
-    if schedule.together:
-        w.cluster_arrive(release=False)
     group, quad = w.lane // 4, w.lane % 4
     zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
     stream = (BulkStream if schedule.bulk else Stream)(w, plan, a.weights, slice_, block)
-    stream.start()
     # x first: it waits for all weights that were asked for before it.
     x = operand(w, plan, a, stream)
     stream.open()  # without a barrier, ptxas would move the loads of x to where it is used, behind all weights
     stream.fill()
     w.warp_barrier()
-    x.prepare(*([] if a.weights.book is None else [Book(w, a.weights.book, as_bytes=schedule.digits)]))
+    x.prepare(None if a.weights.book is None else Book(w, a.weights.book, as_bytes=schedule.digits))
     stream.spare_is_free()
     nothing = [w.number(0.0)] * 4
 
@@ -103,7 +102,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
         def add() -> None:
             w.block_barrier()
-            (send if schedule.together else store_added)(following - done, done, buffer)
+            store(stream.first_strip + (following - done) // plan.strip_parts, done, buffer)
 
         w.when(full, add)
         return (
@@ -130,77 +129,23 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
         place = segment * STRIP * plan.offset_bytes
         return scale, w.shared_pair(places.offsets + group * (2 * plan.offset_bytes), a.offset_dtype, place)
 
-    def store_added(first: Any, strips: Any, buffer: Any) -> None:
+    def store(first_strip: Any, strips: Any, buffer: Any) -> None:
         """Adds the warps' sums of some strips, in order, and writes what becomes of them."""
-
-        def totals(strip: Any, token: Any, row: Any, inside: Any) -> list[Any]:
+        for base in range(0, schedule.strips // plan.strip_parts * plan.rows * STRIP, plan.threads):
+            index = w.thread + base
+            row, token, strip = index % STRIP, index // STRIP % plan.rows, index // (STRIP * plan.rows)
+            feature = (first_strip + strip) * STRIP + row
+            inside = (strip * plan.strip_parts < strips) & (feature < plan.results)
             address = strip * (plan.strip_parts * plan.strip_bytes) + token * plan.token_bytes + row * 4
             address = w.select(inside, buffer + address, zero)
-            return [total_of(address, plan.sums_start + part * plan.strip_bytes) for part in range(plan.strip_parts)]
-
-        first_strip, most = stream.first_strip + first // plan.strip_parts, schedule.strips // plan.strip_parts
-        store(most, lambda strip: (first_strip + strip, strip * plan.strip_parts < strips), totals, inverse_root)
-
-    def send(first: Any, strips: Any, buffer: Any) -> None:
-        """Adds the warps' sums of some strips, in order, for the blocks of the cluster that finish them."""
-        for base in range(0, schedule.strips * plan.rows * STRIP, plan.threads):
-            index = w.thread + base
-            row, token, strip = index % STRIP, index // STRIP % plan.rows, index // (STRIP * plan.rows)
-            inside = strip < strips
-            address = strip * plan.strip_bytes + token * plan.token_bytes + row * 4
-            total = total_of(w.select(inside, buffer + address, zero), plan.sums_start)
-            result, part = (first + strip) // plan.strip_parts, (first + strip) % plan.strip_parts
-            place = in_inbox(slice_, result // plan.slices, part, token, row)
-            w.shared_store_in(result % plan.slices, place, total, inside, plan.inbox_start)
-
-    def in_inbox(sender: Any, strip: Any, part: Any, token: Any, row: Any) -> Any:
-        return sender * plan.inbox_bytes + (((strip * plan.strip_parts + part) * plan.rows + token) * STRIP + row) * 4
-
-    def finish() -> None:
-        """Adds what the blocks of the cluster have, in order, and writes what becomes of it."""
-        if plan.fusion.norm_eps is not None:
-            token = w.select(w.thread < plan.rows, w.thread, zero)
-            square = total_square(token, plan.squares_start, schedule.warps, plan.squares_bytes)
-            for block in range(plan.slices):
-                place = (slice_ * plan.rows + token) * 4
-                w.shared_store_in(w.integer(block), place, square, w.thread < plan.rows, plan.inbox_squares_start)
-        w.cluster_arrive(release=True)
-        w.cluster_wait()
-
-        def totals(strip: Any, token: Any, row: Any, inside: Any) -> list[Any]:
-            sums = []
-            for part in range(plan.strip_parts):
-                place = in_inbox(zero, strip, w.integer(part), token, row)
-                place = w.select(inside, place, zero)
-                starts = range(plan.inbox_start, plan.inbox_squares_start, plan.inbox_bytes)
-                sums.append(functools.reduce(operator.add, [w.shared_number(place, start) for start in starts]))
-            return sums
-
-        def strip_of(strip: Any) -> tuple[Any, Any]:
-            index = strip * plan.slices + slice_
-            return stream.first_strip + index, index * plan.strip_parts < stream.count
-
-        def root(token: Any) -> Any:
-            return root_of(total_square(token, plan.inbox_squares_start, plan.slices, 4 * plan.rows))
-
-        store(plan.inbox_strips, strip_of, totals, root)
-
-    def store(most: int, strip_of: Any, totals_of: Any, root: Any) -> None:
-        """Writes what becomes of the sums of up to `most` strips; `strip_of` says which they are, and whether."""
-        for base in range(0, most * plan.rows * STRIP, plan.threads):
-            index = w.thread + base
-            row, token, strip = index % STRIP, index // STRIP % plan.rows, index // (STRIP * plan.rows)
-            result_strip, inside = strip_of(strip)
-            feature = result_strip * STRIP + row
-            inside = inside & (strip < most) & (feature < plan.results)
-            totals = totals_of(strip, token, row, inside)
+            totals = [total_of(address, plan.sums_start + part * plan.strip_bytes) for part in range(plan.strip_parts)]
             if plan.fusion.norm_eps is not None:
-                totals = [total * root(token) for total in totals]
+                root = inverse_root(token, plan.fusion.norm_eps)
+                totals = [total * root for total in totals]
             total = totals[0]
             if plan.fusion.gated:
                 total = total * w.sigmoid(total) * totals[1]
-            slice_place = zero if schedule.together else slice_ * (plan.rows * plan.results)
-            place = slice_place + token * plan.results + feature
+            place = (slice_ * plan.rows + token) * plan.results + feature
             if plan.fusion.residual:
                 total = total + w.load_number(a.residual, place, a.out_dtype, inside)
             w.store_number(a.out, place, total, a.out_dtype, inside)
@@ -211,36 +156,25 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
             total = total + w.shared_number(address, start + other * plan.sums_bytes)
         return total
 
-    def total_square(token: Any, start: int, count: int, stride: int) -> Any:
-        """Of a token's x, from as many places."""
-        total = w.shared_number(token * 4, start)
-        for other in range(1, count):
-            total = total + w.shared_number(token * 4, start + other * stride)
-        return total
+    def inverse_root(token: Any, eps: float) -> Any:
+        """Of the mean square of a token's x."""
+        total = w.shared_number(token * 4, plan.squares_start)
+        for other in range(1, schedule.warps):
+            total = total + w.shared_number(token * 4, plan.squares_start + other * plan.squares_bytes)
+        return w.rsqrt(total * (1.0 / plan.in_features) + eps)
 
-    def root_of(square: Any) -> Any:
-        """Inverse root of the mean square."""
-        assert plan.fusion.norm_eps is not None
-        return w.rsqrt(square * (1.0 / plan.in_features) + plan.fusion.norm_eps)
-
-    def inverse_root(token: Any) -> Any:
-        return root_of(total_square(token, plan.squares_start, schedule.warps, plan.squares_bytes))
-
-    if schedule.together:
-        w.cluster_wait()  # all blocks run: there is shared memory to send to
     # The first sums are added at once: the instructions for it come from memory while weights are waited for anyway.
     end = w.integer(plan.strip_parts) if schedule.scaled else at_most(w.integer(schedule.strips))
     w.loop(stream.count, (zero, zero, end, *stream.first()), turn)
-    if schedule.together:
-        finish()
 
 
-def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Any:
+def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Halves | Digits | Scaled:
+    """The warp's share of x, on its way."""
     if not plan.schedule.scaled:
         way = Digits if plan.schedule.digits else Halves
         return way(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
-    if Rows.serve(plan):
-        return Scaled(w, plan, Rows(w, plan, a.x, a.norm, stream.first_tile, stream.spare))
+    if Row.serves(plan):
+        return Scaled(w, plan, Row(w, plan, a.x, a.norm, stream.first_tile, stream.spare))
     return Scaled(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
 
 
@@ -292,11 +226,11 @@ def partial_sums(
     `program` is what each warp does; benchmarks pass one that reads the weights and nothing else.
     """
     plan = Plan.of(x.shape[0], weight, schedule, fusion)
-    if fusion != PLAIN and plan.partials > 1:
+    if fusion != PLAIN and plan.slices > 1:
         raise ValueError(f"a fused product needs all inputs in one block, not {plan.slices} slices of them")
     if schedule.bulk and not plan.even:
         raise ValueError(f"bulk copies need whole groups of at most {PART} inputs for every warp of {schedule}")
-    dtype = jnp.dtype(jnp.float32) if plan.partials > 1 else jnp.dtype(out_dtype)
+    dtype = jnp.dtype(jnp.float32) if plan.slices > 1 else jnp.dtype(out_dtype)
     operands = [*arrays_of(weight), *arrays, x]
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -324,14 +258,11 @@ def partial_sums(
         emit(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
 
     threads = {"num_threads": schedule.warps // 4, "thread_name": "warpgroup"} if schedule.warps > 4 else {}
-    places = {"grid": (plan.slices, plan.blocks_per_slice), "grid_names": ("slice", "block")}
-    if schedule.together:
-        places = {"grid": (plan.blocks_per_slice,), "grid_names": ("block",)}
-        places |= {"cluster": (plan.slices,), "cluster_names": ("slice",)}
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((plan.partials, plan.rows, plan.results), dtype),
-        **places,
+        out_type=jax.ShapeDtypeStruct((plan.slices, plan.rows, plan.results), dtype),
+        grid=(plan.slices, plan.blocks_per_slice),
+        grid_names=("slice", "block"),
         scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],
         kernel_name="int4_matmul",
         **threads,

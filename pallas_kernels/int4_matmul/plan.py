@@ -21,8 +21,7 @@ class Schedule:
     16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are added after every
     `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
-    and scaled.py. `together`: the slices of an output are a cluster, whose blocks add their sums themselves. `bulk`:
-    weights come by bulk copies, see bulk_stream.py; `early` strips of them are asked for before x.
+    and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py.
     """
 
     warps: int = 16
@@ -32,9 +31,7 @@ class Schedule:
     blocks: int = 132
     digits: bool = False
     scaled: bool = False
-    together: bool = False
     bulk: bool = False
-    early: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +128,6 @@ class Plan:
         return -(-self.in_features // self.block_columns)
 
     @property
-    def partials(self) -> int:
-        """Partial sums of a result that the kernel leaves to others to add."""
-        return 1 if self.schedule.together else self.slices
-
-    @property
     def ragged(self) -> bool:
         """Whether some warps have fewer inputs than others."""
         return self.slices * self.block_columns != self.in_features
@@ -219,34 +211,10 @@ class Plan:
         """One warp's sums of squares of x, of each token of its blocks."""
         return 0 if self.fusion.norm_eps is None else 32 * self.token_blocks
 
-    # Where slices are added in a cluster: the sums of all of its blocks of the results that this one finishes, which is
-    # one strip of them in as many as there are slices, then what they have for the norm.
-    @property
-    def inbox_start(self) -> int:
-        return self.squares_start + self.schedule.warps * self.squares_bytes
-
-    @property
-    def inbox_strips(self) -> int:
-        """Strips of results that one block of a cluster finishes, at most."""
-        most = -(-self.result_strips // self.blocks_per_slice)
-        return -(-most // self.slices)
-
-    @property
-    def inbox_bytes(self) -> int:
-        """One block's sums for another."""
-        return self.inbox_strips * self.strip_parts * self.rows * 4 * STRIP
-
-    @property
-    def inbox_squares_start(self) -> int:
-        return self.inbox_start + self.slices * self.inbox_bytes
-
     @property
     def barriers_start(self) -> int:
         """Two for each slot of the rings, see bulk_stream.py."""
-        start = self.inbox_start
-        if self.schedule.together:
-            start = self.inbox_squares_start + (0 if self.fusion.norm_eps is None else self.slices * self.rows * 4)
-        return -(-start // 8) * 8
+        return self.squares_start + self.schedule.warps * self.squares_bytes
 
     @property
     def shared_bytes(self) -> int:

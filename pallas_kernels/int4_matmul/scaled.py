@@ -1,9 +1,9 @@
 """The small operand in float16: each token of a warp's x scaled by a power of two, and codes left what they are.
 
 A float16 number whose exponent field is zero is its lowest bits times 2^-24, which tensor cores multiply exactly and at
-full speed. So a word of eight codes becomes four registers of the large operand by masks alone: code x 2^-24 where they
-lie in the low four bits of a half, which are those of row r of a strip, and code x 2^-20 in the next four, those of
-row r + 8. Products are exact and summed in float32; the units go back in with the token's factor.
+full speed. So a word of eight codes becomes four registers of the large operand by masks alone, four and one shift:
+code x 2^-24 where they lie in the low four bits of a half, which are those of row r of a strip, and code x 2^-20 in the
+next four, those of row r + 8. Products are exact and summed in float32; the units go back in with the token's factor.
 
 x is scaled so that the largest magnitude of the warp's inputs of a token lies between 2^14 and 2^15: bfloat16 numbers
 down to 2^-28 of it are exact, smaller ones are rounded to 2^-39 of it.
@@ -12,47 +12,46 @@ down to 2^-28 of it are exact, smaller ones are rounded to 2^-39 of it.
 from collections.abc import Sequence
 from typing import Any
 
+from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.operands import Sums, Tokens, normalised, segments_of, squares_stored
 from pallas_kernels.int4_matmul.packing import COLUMNS, steps_per_run
 from pallas_kernels.int4_matmul.plan import Plan
 
 EIGHT = 8
 """Inputs of a token that a lane loads at once."""
+UNITS = 2.0**24, 2.0**20
+"""Of the two rows' codes."""
+ONES = 0x00010001, 0x00100010
+"""Two codes of 1, in the two rows' units."""
+
+type Back = list[list[Any]]
+"""[token block][token of this lane's results]: the factors back from float16."""
 
 
 class Scaled:
-    """x in float16."""
+    """x in float16, for linear codes of 4 bits."""
 
     code_bias = 0.0
 
-    def __init__(self, w: Any, plan: Plan, tokens: "Tokens | Rows"):
+    def __init__(self, w: Any, plan: Plan, tokens: "Tokens | Row"):
         self.w, self.plan, self._tokens = w, plan, tokens
         self._segments = segments_of(plan)
-        self._units = (2.0**24, 2.0**20 if plan.bits == 4 else 2.0**24)
 
-    def prepare(self) -> None:
+    def prepare(self, book: Book | None = None) -> None:
         """Sums of x: `of_tokens[segment][token block]` are those of this lane's two tokens, in the two rows' units."""
-        w = self.w
-        tokens = self._tokens
-        self._words, self._back = tokens.scaled() if isinstance(tokens, Rows) else scaled_tokens(tokens)
-        ones = [w.integer(0x00010001), w.integer(0x00100010 if self.plan.bits == 4 else 0x00010001)] * 2
+        assert book is None, "codes are their own numbers here"
+        w, tokens = self.w, self._tokens
+        self._words, self._back = tokens.scaled() if isinstance(tokens, Row) else scaled_tokens(tokens)
+        ones = [w.integer(pair) for pair in ONES] * 2
         self.of_tokens = [self._multiplied(segment, lambda t, s: ones) for segment in self._segments]
 
     def product(self, pieces: Sequence[Any], segment: int) -> Sums:
         """x times code over the inputs of a segment, in units of the token's factor and the row's."""
-        return self._multiplied(self._segments[segment], lambda t, s: self._operand(pieces[t], s))
+        return self._multiplied(self._segments[segment], lambda t, s: self._operand(pieces[t][s]))
 
-    def _operand(self, words: Sequence[Any], step: int) -> Sequence[Any]:
-        w = self.w
-        if self.plan.bits == 8:
-            pairs = []
-            for word in words[2 * step : 2 * step + 2]:
-                unsigned = w.flipped(word, 0x80808080)
-                pairs.append([w.pick_bytes(unsigned, w.integer(0), selector) for selector in (0x4240, 0x4341)])
-            upper, lower = pairs
-            return upper[0], lower[0], upper[1], lower[1]
+    def _operand(self, word: Any) -> Sequence[Any]:
         places = ((0, 0x000F000F), (0, 0x00F000F0), (8, 0x000F000F), (8, 0x00F000F0))
-        return [w.masked(words[step], mask, shift=shift) for shift, mask in places]
+        return [self.w.masked(word, mask, shift=shift) for shift, mask in places]
 
     def _multiplied(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
         totals = [[self.w.number(0.0)] * 4 for _ in range(self.plan.token_blocks)]
@@ -64,7 +63,7 @@ class Scaled:
     def finished(self, totals: Sums) -> Sums:
         """Back to the scale of x: two factors, since their product can be too large for float32."""
         return [
-            [total * self._units[e // 2] * factor[e % 2] for e, total in enumerate(block)]
+            [total * UNITS[e // 2] * factor[e % 2] for e, total in enumerate(block)]
             for block, factor in zip(totals, self._back, strict=True)
         ]
 
@@ -83,8 +82,8 @@ def scaled_words(w: Any, words: Sequence[Any], masks: Sequence[int]) -> tuple[li
     return halves, w.factor_from_halves(bits)
 
 
-def scaled_tokens(tokens: Tokens) -> tuple[list[list[list[Any]]], list[list[Any]]]:
-    """`Tokens.words()` in float16, and the factors back of the two tokens of this lane's results."""
+def scaled_tokens(tokens: Tokens) -> tuple[list[list[list[Any]]], Back]:
+    """`Tokens.words()` in float16, and the factors back."""
     w, words = tokens.w, tokens.words()
     back = []
     for b in range(tokens.plan.token_blocks):
@@ -100,54 +99,43 @@ def scaled_tokens(tokens: Tokens) -> tuple[list[list[list[Any]]], list[list[Any]
     return words, back
 
 
-class Rows:
-    """The warp's x of up to four tokens on its way into registers.
+class Row:
+    """The warp's x of a single token on its way into registers.
 
-    Every lane loads eight neighbouring inputs of each token, normalises and scales them; through shared memory they
-    get into the order of an mma's small operand. Without that, all eight columns of the operand are made, whether
-    there are tokens for them or not, and each by itself.
+    Every lane loads eight neighbouring inputs, normalises and scales them; through shared memory they get into the
+    order of an mma's small operand. `Tokens` would do that for all eight columns of the operand, each by itself.
     """
 
-    MOST = 4
-
     def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any, buffer: Any):
-        """`norm`: float32 [in_features], or None. `buffer`: where this warp may write 2 x rows x inputs bytes."""
+        """`norm`: float32 [in_features], or None. `buffer`: where this warp may write 2 x inputs bytes."""
         self.w, self.plan, self._buffer = w, plan, buffer
         self._lanes = plan.warp_columns // EIGHT
         self._place = w.lane % self._lanes * EIGHT
         column = first_tile * COLUMNS + self._place
         inside = column < plan.in_features if plan.ragged else None
-        self._rows = [w.load_words(x, column + row * plan.in_features, 4, inside) for row in range(plan.rows)]
+        self._words = w.load_words(x, column, 4, inside)
         self._norm = None
         if norm is not None:
             self._norm = [number for i in (0, 4) for number in w.load_four(norm, column, inside, i)]
 
     @staticmethod
-    def serve(plan: Plan) -> bool:
-        return plan.rows <= Rows.MOST and plan.schedule.parts <= 2
+    def serves(plan: Plan) -> bool:
+        return plan.rows == 1 and plan.schedule.parts <= 2
 
-    def scaled(self) -> tuple[list[list[list[Any]]], list[list[Any]]]:
-        """[tile][step][token block], two words a lane, and the factors back of this lane's two tokens."""
-        w, plan = self.w, self.plan
+    def scaled(self) -> tuple[list[list[list[Any]]], Back]:
+        """[tile][step][token block], two words a lane, and the factors back."""
+        w, plan, words = self.w, self.plan, self._words
         masks = [mask for mask in (1, 2, 4, 8, 16) if mask < self._lanes]
-        backs = []
-        for row, words in enumerate(self._rows):
-            if self._norm is not None:
-                words, square = normalised(w, words, self._norm)
-                squares_stored(w, plan, square, masks, w.lane < 1, w.integer(4 * row))
-            halves, back = scaled_words(w, words, masks)
-            w.shared_store_words(self._buffer + self._place * 2, halves, 2 * row * plan.warp_columns)
-            backs.append(back)
+        if self._norm is not None:
+            words, square = normalised(w, words, self._norm)
+            squares_stored(w, plan, square, masks, w.lane < 1, w.integer(0))
+        halves, back = scaled_words(w, words, masks)
+        w.shared_store_words(self._buffer + self._place * 2, halves)
         w.warp_barrier()
-        group, quad, run = w.lane // 4, w.lane % 4, steps_per_run(plan.group_size)
-        row = w.select(group < plan.rows, group, w.integer(plan.rows - 1))
-        address = self._buffer + row * (2 * plan.warp_columns) + quad * (8 * run)
-        steps = []
+        run = steps_per_run(plan.group_size)
+        address, steps = self._buffer + w.lane % 4 * (8 * run), []
         for first in range(0, plan.warp_columns, 16 * run):
             words = w.shared_words(address, 2 * first, 2 * run)
             steps += [[words[2 * i : 2 * i + 2]] for i in range(run)]
         per_tile = COLUMNS // 16
-        back = [backs[min(i, plan.rows - 1)] for i in range(2)]
-        if plan.rows > 2:
-            back = [w.select(quad < 1, back[i], backs[min(2 + i, plan.rows - 1)]) for i in range(2)]
-        return [steps[t : t + per_tile] for t in range(0, len(steps), per_tile)], [back]
+        return [steps[t : t + per_tile] for t in range(0, len(steps), per_tile)], [[back, back]]

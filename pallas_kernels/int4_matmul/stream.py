@@ -123,9 +123,6 @@ class Stream:
             w.copy_async(address, copy.array, offset, go, to=copy.place, source=copy.constant)
         w.copy_commit()
 
-    def start(self) -> None:
-        pass
-
     def open(self) -> None:
         self.w.warp_barrier()
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.plan import PLAIN, Fusion, Plan, Schedule
+from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Plan, Schedule
 
 MULTIPROCESSORS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA GH200 480GB": 132, "NVIDIA H100 PCIe": 114}
 """By device kind; what is not listed is taken for the most common, 132."""
@@ -22,6 +22,14 @@ SHAPES = {
 
 Two blocks of 8 warps x 2 parts need at most 128 registers a thread each, to which ptxas keeps only for 5 to 8 rows.
 """
+SCALED_SHAPES = {1: [(16, 2, 1, 4), (8, 2, 2, 2)], 8: [(16, 2, 1, 2), (8, 2, 2, 2)]}
+"""Beside those, where x is taken in float16 (scaled.py): warps, parts, blocks at once, and strips between additions."""
+BULK_STRIPS = 3
+"""From so many strips a block on, weights come by bulk copies.
+
+With two that took 5.2 us (asynchronous copies: 4.5), with seven 10.3 (10.4) for one row and 11.9 (12.4) for eight, in
+two blocks a multiprocessor 9.5 (10.5) and 10.5 (11.5).
+"""
 DIGITS_MAX_ROWS = 8
 FUSED_MAX_ROWS = 8
 """Beyond, x is too much of what a block does: a norm in the kernel costs more there than the kernels it saves."""
@@ -30,18 +38,37 @@ FUSED_MAX_ROWS = 8
 def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan:
     """The plan for `rows` (1 to 64) rows times a weight of the mosaic layout."""
     digits = rows <= DIGITS_MAX_ROWS and (weight.kind != "code_book" or weight.whole)
-    return _best(Plan.of(rows, weight, Schedule(digits=digits), fusion), MULTIPROCESSORS.get(device_kind, 132))
+    plan = Plan.of(rows, weight, Schedule(digits=digits), fusion)
+    return _best(plan, _may_be_scaled(plan, weight), MULTIPROCESSORS.get(device_kind, 132))
+
+
+def _may_be_scaled(plan: Plan, weight: Packed) -> bool:
+    """Only what has run on a GPU: more groups, kinds and surroundings would do. 16 rows were not faster."""
+    around = plan.rows == 1 or plan.fusion == PLAIN
+    measured = plan.bits == 4 and weight.kind == "zero_point" and plan.group_size == PART
+    return measured and around and plan.rows <= max(SCALED_SHAPES)
 
 
 @functools.cache
-def _best(plan: Plan, multiprocessors: int) -> Plan:
-    most_rows = min(most for most in SHAPES if plan.rows <= most)
+def _best(plan: Plan, scaled: bool, multiprocessors: int) -> Plan:
     plans = []
-    for warps, parts, resident in SHAPES[most_rows]:
-        blocks = multiprocessors * resident
-        schedule = Schedule(warps=warps, parts=parts, blocks=blocks, digits=plan.schedule.digits)
+    if scaled:
+        for warps, parts, resident, strips in _of_rows(SCALED_SHAPES, plan.rows):
+            schedule = Schedule(warps, parts, strips, blocks=multiprocessors * resident, scaled=True)
+            plans += [_streamed(p) for p in _fitted(plan, schedule, resident) if p.even]
+    for warps, parts, resident in _of_rows(SHAPES, plan.rows):
+        schedule = Schedule(warps, parts, blocks=multiprocessors * resident, digits=plan.schedule.digits)
         plans += _fitted(plan, schedule, resident)
     return min(plans, key=_waste)
+
+
+def _of_rows[Shape](table: dict[int, list[Shape]], rows: int) -> list[Shape]:
+    return table[min(most for most in table if rows <= most)]
+
+
+def _streamed(plan: Plan) -> Plan:
+    most_strips = -(-plan.result_strips // plan.blocks_per_slice) * plan.strip_parts
+    return dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, bulk=most_strips >= BULK_STRIPS))
 
 
 def _fitted(plan: Plan, schedule: Schedule, resident: int) -> list[Plan]:

@@ -104,9 +104,6 @@ class Int4Warp(CodeWords):
         """Two float32, rounded to float16, in a word."""
         return self._word("cvt.rn.f16x2.f32 $0, $2, $1;", low, high)
 
-    def flipped(self, word: Value, bits: int) -> Value:
-        return Value(arith.xori(word.ir, mgpu_utils.c(bits - (bits >> 31 << 32), _int(32))))
-
     # x as three bytes, and codes as bytes
     def code_bytes(self, word: Value) -> Words:
         """Eight codes -> two words of four bytes."""
@@ -315,15 +312,6 @@ class Int4Warp(CodeWords):
         else:
             self._emit(f"@$2 st.shared.f32 [$0 + {constant}], $1;", "r,f,b", *operands, predicate.ir)
 
-    def shared_store_in(self, block: Value, address: Value, value: Value, predicate: Value, constant: int) -> None:
-        """A float32 number, to `address + constant` of a block of the cluster."""
-        ptx = (
-            "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, $0, $1; "
-            f"@$3 st.shared::cluster.f32 [remote + {constant}], $2; }}"
-        )
-        pointer = arith.addi(self._scratch, address.ir)
-        self._emit(ptx, "r,r,f,b", pointer, block.ir, value.ir, predicate.ir)
-
     # Control
     def loop(self, count: Value, carry: Sequence[Value], body: Callable[[Value, Words], Sequence[Value]]) -> Words:
         """carry = body(i, carry) for i in range(count); count is the same in all lanes."""
@@ -345,14 +333,6 @@ class Int4Warp(CodeWords):
 
     def block_barrier(self) -> None:
         gpu.barrier()
-
-    def cluster_arrive(self, release: bool) -> None:
-        """Says that this warp came here; with `release`, what it wrote is visible to those that wait for it."""
-        self._emit(f"barrier.cluster.arrive.{'release' if release else 'relaxed'}.aligned;", "")
-
-    def cluster_wait(self) -> None:
-        """Waits until every warp of the cluster arrived."""
-        self._emit("barrier.cluster.wait.acquire.aligned;", "")
 
     def _pointer(self, ref: ir.Value, offset: Value, itemsize: int) -> ir.Value:
         base = llvm.ptrtoint(_int(64), mgpu_utils.memref_ptr(ref))
