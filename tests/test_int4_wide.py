@@ -1,5 +1,6 @@
 """The INT4 matrix product for many rows: on simulated warps, lowered for CUDA, on the GPU; its schedules."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -197,17 +198,19 @@ def test_schedules_fit_the_card(group_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "shape", "group_size", "kind"),
+    ("rows", "shape", "group_size", "kind", "plain"),
     [
-        (17, (576, 1536), 32, "minimum"),
-        (64, (14336, 4096), 128, "zero_point"),
-        (100, (4096, 14336), 64, "symmetric"),
-        (2048, (72, 64), 16, "zero_point"),
+        (17, (576, 1536), 32, "minimum", False),
+        (64, (14336, 4096), 128, "zero_point", True),
+        (100, (4096, 14336), 64, "symmetric", False),
+        (2048, (72, 64), 16, "zero_point", True),
     ],
 )
-def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int], group_size: int, kind: str) -> None:
+def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int], group_size: int, kind: str, plain: bool) -> None:
     weight = described(*shape, group_size, kind)
     schedule = wide_tuning.wide_schedule(rows, weight)
+    if plain:
+        schedule = dataclasses.replace(schedule, plain=True, batch=1, pending=2)
     x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
 
     def product(x: jax.Array, w: PackedInt4) -> jax.Array:

@@ -97,9 +97,11 @@ def _even(rows: int, most: int) -> list[int]:
 def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
     """The plan with as many stages as shared memory has room for; None if there are less than three.
 
-    None, too, if a cluster that adds its slices would have more than one part.
+    None, too, if a cluster that adds its slices would have more than one part, or tokens do not go into boxes.
     """
     fitted = dataclasses.replace(plan, schedule=schedule)
+    if schedule.plain and fitted.box_tokens % 8:
+        return None
     if schedule.added > 1 and fitted.parts * schedule.added > schedule.blocks:
         return None
     rest = schedule.warpgroups * fitted.lines_bytes
