@@ -38,18 +38,23 @@ CASES = [
     *((rows, "up") for rows in (128, 256, 512, 1024, 2048, 24, 96, 4096, 8192)),
     *((rows, "down") for rows in (128, 256, 512, 1024, 2048)),
 ]
-PLAIN_X = [{"plain": True, "batch": batch, "pending": pending} for batch, pending in ((4, 1), (1, 2), (2, 1), (2, 2))]
+
+
+def plain(batch: int, pending: int, turns: bool = False) -> dict[str, Any]:
+    return {"plain": True, "batch": batch, "pending": pending, "turns": turns}
+
+
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (64, "up", [{}, *PLAIN_X, {"plain": True, "batch": 1, "pending": 1}, {"plain": True, "batch": 1, "pending": 3}]),
-    (256, "up", [PLAIN_X[1], PLAIN_X[2], {"plain": True, "batch": 1, "pending": 1}, PLAIN_X[2] | {"turns": True}]),
-    (128, "qkv", [{}, PLAIN_X[1], PLAIN_X[2]]),
-    (256, "o", [{}, PLAIN_X[1], PLAIN_X[2]]),
-    (512, "qkv", [PLAIN_X[1], PLAIN_X[2]]),
-    (1024, "up", [PLAIN_X[1], PLAIN_X[2]]),
-    (64, "o", [PLAIN_X[1]]),
-    (64, "down", [PLAIN_X[1]]),
-    (64, "qkv", [PLAIN_X[1]]),
-    (1024, "o", [PLAIN_X[1]]),
+    (64, "up", [{}, plain(4, 1), plain(1, 2), plain(2, 1), plain(2, 2), plain(1, 1), plain(1, 3)]),
+    (256, "up", [{}, plain(1, 2), plain(2, 1), plain(1, 1), plain(2, 1, turns=True)]),
+    (128, "qkv", [{}, plain(1, 2), plain(2, 1)]),
+    (256, "o", [{}, plain(1, 2), plain(2, 1)]),
+    (512, "qkv", [plain(1, 2), plain(2, 1)]),
+    (1024, "up", [plain(1, 2), plain(2, 1)]),
+    (64, "o", [plain(1, 2)]),
+    (64, "down", [plain(1, 2)]),
+    (64, "qkv", [plain(1, 2)]),
+    (1024, "o", [plain(1, 2)]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
