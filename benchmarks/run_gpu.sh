@@ -1,5 +1,5 @@
 #!/bin/sh
-# Everything this project measures on one GPU, most telling first; about fifty minutes on an H200.
+# Everything this project measures on one GPU, most telling first; about an hour on an H200.
 #   benchmarks/run_gpu.sh [RESULTS_DIR [WORD]]     JSON lines go to RESULTS_DIR (default: benchmarks/results);
 #                                                  only steps whose command contains WORD
 # A step that fails or takes longer than its limit is reported and the next one runs.
@@ -17,33 +17,40 @@ step() {
     timeout "$limit" python3 -m "$module" --results "$results" "$@" || echo "-- exit $? (124: over $limit s): $module $*"
 }
 
-step 240 benchmarks.gpu_tests
 step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --first-token 128 2048
-step 120 benchmarks.decode --model llama-3-8b --batch 1 16 64 --first-token 128 2048
+step 300 benchmarks.gpu_tests
+step 60 benchmarks.kernels_int4_wide --tried --seconds 38
+step 60 benchmarks.kernels_packed --seconds 22
+step 60 benchmarks.kernels_int4_few --stamps --seconds 38
+step 120 benchmarks.throughput --model llama-3-8b --repeats 1
+step 120 benchmarks.throughput --model llama-3-8b --int4 --repeats 1
 step 120 benchmarks.throughput --model qwen3-0.6b
-step 240 benchmarks.throughput --model llama-3-8b
-step 240 benchmarks.throughput --model llama-3-8b --int4
-step 120 benchmarks.quality
+step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --k 4 --batch 1
+step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --k 4 --batch 16
+step 120 benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --k 4 --batch 1
+step 180 benchmarks.serving --model qwen3-8b --policies --rows separate speculation --draft qwen3-0.6b --batch 8 --rate 3 --seconds 8
+step 120 benchmarks.serving --model qwen3-8b --policies --interference --int4 --rows int4 separate --batch 16 --readers 12 --rate 4 --seconds 6
+step 150 benchmarks.store --shape llama-3-8b --repeats 1
+step 150 benchmarks.scoring --model llama-3-8b --repeats 2
+step 60 benchmarks.host_tier --model qwen3-0.6b --prompt 8192
+step 180 benchmarks.train_pair "$results/pair"
+step 90 benchmarks.decode --model llama-3-8b --quantize seed-mixed --batch 1 16
+step 60 benchmarks.kernels_triton bits=8 code_book context=2048 context=32768 tokens=5 --seconds 36
+step 120 benchmarks.decode --model llama-3-8b --batch 1 16 64 --first-token 128 2048
+step 120 benchmarks.speculation text
+step 400 benchmarks.quality
+step 90 benchmarks.kv_tiers speed --batch 1
+step 90 benchmarks.kv_tiers speed --batch 8
 step 60 benchmarks.prefill_schedules --seconds 36
-step 60 benchmarks.kernels_packed --seconds 28
 step 60 benchmarks.kernels_int4_wide_parts --seconds 22
 step 90 benchmarks.kernels_int4
 step 150 benchmarks.kernels_int4_wide --seconds 120
 step 90 benchmarks.kernels_int4_crossover --seconds 55
 step 90 benchmarks.kernels_attention --seconds 60
 step 60 benchmarks.kernels_attention --parts prefill --seconds 40
-step 180 benchmarks.serving --model qwen3-8b --policies --rows separate speculation --draft qwen3-0.6b --batch 16 --rate 3 --seconds 12
-step 240 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --k 4 --passes --batch 1 16
-step 120 benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --batch 1
-step 120 benchmarks.speculation text
-step 600 benchmarks.train_pair "$results/pair"
-step 90 benchmarks.kv_tiers speed --batch 8
-step 90 benchmarks.kv_tiers speed --batch 1
 step 90 benchmarks.kv_tiers quality --windows 8
-step 120 benchmarks.memory_plan
-step 150 benchmarks.store --shape llama-3-8b
+step 150 benchmarks.memory_plan
 step 240 benchmarks.sensitivity --quick
-step 150 benchmarks.scoring --model llama-3-8b
 step 90 benchmarks.decode --model llama-3-8b --int4 --head int8 --batch 1
 step 90 benchmarks.decode --model llama-3-8b --ready
 step 120 benchmarks.kernels_triton
