@@ -282,7 +282,8 @@ def test_not_finite_logits_are_not_hidden(caplog: pytest.LogCaptureFixture) -> N
     assert "not finite (NaN or infinity) for 1 pairs: [1]" in caplog.text
 
 
-def test_progress_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkpoints.progress.LOG_INTERVAL", 0.0)  # a line each time
     score(LLAMA, [1, 2], [[3], [4]])
     assert capsys.readouterr().err == ""
     score(LLAMA, [1, 2], [[3], [4]], progress=True)
