@@ -274,11 +274,12 @@ class Batch:
     def _prefill(self) -> jax.Array:
         """Runs all prompts through the model; returns float32 logits [size, vocab] of their last tokens."""
         groups = plan_prefill([len(request.prompt) for request in self.requests], self.limits)
-        if len(groups) == 1 and groups[0].rows == tuple(range(self.size)) and self.lengths.max() <= groups[0].chunk:
+        if len(groups) == 1 and self.lengths.max() <= groups[0].chunk:
             scored = any(request.params.prompt_logprobs is not None for request in self.requests)
             if self._cache is None and not scored and not isinstance(self.model.kv_dtype, TieredKV):
                 return self._begin(groups[0].chunk)
-            return self._prefill_chunk(groups[0], np.arange(self.size, dtype=np.int32), self.lengths, 0)
+            if groups[0].rows == tuple(range(self.size)):
+                return self._prefill_chunk(groups[0], np.arange(self.size, dtype=np.int32), self.lengths, 0)
         whole = jnp.zeros((self.size, self.model.config.vocab_size), jnp.float32)
         for group in groups:
             size = bucket(len(group.rows))

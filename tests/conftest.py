@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 import sys
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", os.environ.get("JAXINFER_TEST_PLATFORM", "cpu"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -56,7 +57,9 @@ def group_of(nodeid: str) -> str:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config) -> object:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    if os.environ.get("JAXINFER_TEST_PLATFORM") == "cuda":
+        return None  # each kernel is a program of its own, and some files have most of them
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -64,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config) -> object:
             return group_of(nodeid)
 
     config.option.loadscopereorder = False  # it would begin with the groups of the most tests
-    return Scheduling(config)
+    return Scheduling(config, log)
 
 
 @pytest.fixture
