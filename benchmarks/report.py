@@ -134,7 +134,9 @@ def targets_section(targets: Iterable[Mapping], table: Mapping) -> str:
         case = ", ".join(f"{key} {value}" for key, value in target["case"].items() if value is not None)
         measured = "" if record is None else f"{record['value']:.4g} {record['unit']}".strip()
         rows.append([case, target["metric"], bound, measured, verdict, target["device"]])
-    return "## Targets\n\n" + markdown(["case", "metric", "target", "measured", "", "device"], rows)
+    return "## Targets\n\nOf several cases that fit a target the best counts.\n\n" + markdown(
+        ["case", "metric", "target", "measured", "", "device"], rows
+    )
 
 
 def report(records: Iterable[Record], peers: Mapping, targets: Iterable[Mapping], notes: str) -> str:

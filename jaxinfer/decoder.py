@@ -69,9 +69,9 @@ nothing in the program waits for: in a prefill of 16384 tokens it decoded the pa
 of an 8B model's gate and up), and wrote all layers' keys and values last (4.6 GB of Qwen3-0.6B's projections)."""
 
 type Stage = Literal["first", "prefill", "decode"]
-"""What a forward pass may assume. "first": no row has anything cached, so attention reads the new keys and values
-themselves. "prefill": rows may have a cached prefix and may end in padding. "decode": a row's tokens are all real, or
-the row is idle and all its positions are -1."""
+"""What a forward pass may assume. "first": no row has anything cached, so attention may read the new keys and
+values themselves instead of the pages. "prefill": rows may have a cached prefix and may end in padding. "decode": a
+row's tokens are all real, or the row is idle and all its positions are -1."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,9 +131,10 @@ def load(
     bfloat16's room and time to read, "int4" about a quarter (`jaxinfer.kv_cache`). "tiered", or a `TieredKV`, keeps the
     newest tokens in `dtype`, older ones in int8, the oldest in int4 (`jaxinfer.tiers`).
 
-    `prefill_dtype` keeps a second copy of what is packed, decoded to that dtype, which is `dtype` too: `generate`,
-    `stream` and the engine compute prompts with it, as the original model would, and decoding reads the codes. What the
-    copy takes is said in a warning before it is made. Scores and `logits` are those of the codes.
+    `prefill_dtype` keeps a second copy of what is packed, decoded to that dtype, which is `dtype` too: `generate` and
+    `stream` compute prompts with it, as the original model would, and decoding reads the codes. What the copy takes is
+    said in a warning before it is made. Scores and `logits` are those of the codes. The engine refuses such a model:
+    it reads generated tokens again, after a preemption or as part of the next prompt.
 
     Raises CheckpointError or ValueError, naming the file and the remedy, before anything large is allocated.
     """

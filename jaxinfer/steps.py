@@ -42,8 +42,8 @@ def prefill(
     """Processes a chunk of each row's prompt and returns float32 logits of its last real token.
 
     Row b holds `lengths[b]` real tokens, then padding; its first token sits at position `starts[b]`, and positions
-    before that are in the cache already. `from_empty=True` promises that all starts are 0: attention then reads the
-    chunk itself instead of the pages. A row of length 0 is padding and gives logits of no meaning.
+    before that are in the cache already. `from_empty=True` promises that all starts are 0: attention may then read
+    the chunk itself instead of the pages. A row of length 0 is padding and gives logits of no meaning.
     """
     positions = prefill_positions(lengths, starts, tokens.shape[1])
     hidden, cache = _forward(

@@ -170,7 +170,13 @@ class Settings:
 
 
 def settle(config: EngineConfig, model: Model, speculation: Speculation | None = None) -> Settings:
-    """Chooses what the configuration leaves open. Raises ValueError for a pool that is too small or does not fit."""
+    """Chooses what the configuration leaves open. Raises ValueError for a pool that is too small or does not fit, and
+    for a model that an engine does not run."""
+    if model.prefill_params is not None:
+        raise ValueError(
+            "this model has a copy of its weights for prompts, and an engine may read generated tokens again: load it "
+            "without prefill_dtype, or use jaxinfer.generate"
+        )
     on_cpu = jax.default_backend() == "cpu"
     batch = config.max_decode_batch or (16 if on_cpu else 256)
     sequences = config.max_sequences or batch

@@ -77,13 +77,12 @@ class Programs:
         self.config: ModelConfig = model.config
         self.settings = settings
         self._params, self._cache = shapes_of(model.params), shapes_of(cache)
-        self._prompt_params = shapes_of(model.prompt_params)
         kernels = os.environ.get(KERNELS_VARIABLE)
         # Of the settings these three shape programs beside what a `Size` says.
         limits = (settings.rules.max_sequences, settings.rules.decode_chunk, settings.page_widths[-1])
         self._key: tuple[object, ...] = (
             model.config,
-            *shapes_key((self._params, self._prompt_params, self._cache)),
+            *shapes_key((self._params, self._cache)),
             kernels,
             limits,
         )
@@ -187,9 +186,9 @@ class Programs:
             batch = (ints(rows, size.length), ints(rows), ints(rows), ints(rows, width))
             options = {"config": config, "context_lengths": ints(rows), "from_empty": size.from_empty}
             if size.kind == "prefill":
-                return steps.prefill.lower(self._prompt_params, self._cache, *batch, **options)
+                return steps.prefill.lower(self._params, self._cache, *batch, **options)
             return steps.prefill_scored.lower(
-                self._prompt_params,
+                self._params,
                 self._cache,
                 *batch,
                 ints(rows, size.length),

@@ -272,6 +272,4 @@ def _pieces(run: Run, tokens: list[int], bounds: Sequence[int], pages: list[int]
 
 
 def _salt(run: Run, runner: Runner) -> Hashable:
-    """Scores are those of the codes, also where prompts have a decoded copy: their pages are no prompt's then."""
-    length = length_class(runner.model.config, run.context_length)
-    return length if runner.model.prefill_params is None else ("codes", length)
+    return length_class(runner.model.config, run.context_length)
