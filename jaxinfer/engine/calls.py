@@ -28,7 +28,7 @@ def calls_for(pieces: Sequence[Piece], requests: Mapping[Track, Request], progra
 
 
 def _grouped(pieces: Sequence[Piece], requests: Mapping[Track, Request], programs: Programs) -> Iterator[Call]:
-    """The longest pieces first. A call is as large as pieces of one padded length make it at least half full; shorter
+    """The longest pieces first. A call is as large as pieces of one padded length make it more than half full; shorter
     ones have its other rows, which would be computed anyway. Scored pieces go alone."""
     rules, rest = programs.settings.rules, list[Piece]()
     for piece in sorted(pieces, key=lambda piece: -piece.length):

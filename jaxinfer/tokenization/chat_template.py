@@ -79,7 +79,10 @@ def _check_length(length: int) -> None:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox limits `range`; multiplying and padding can allocate just as much, so they are limited too."""
+    """Jinja's sandbox limits `range`; one multiplication or padding can allocate just as much, so they are limited too.
+
+    What a template builds by many steps (joining a text with itself in a loop) is not.
+    """
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
