@@ -14,7 +14,7 @@ from benchmarks.harness import RESULTS, ROOT
 DOCUMENT = ROOT.parent / "docs" / "performance.md"
 INTRODUCTION = """# Performance
 
-Written by `make performance` from `benchmarks/results/*.jsonl`; no figure of ours is typed in. Each names its device
+Written by `make performance` from `benchmarks/results/*.jsonl`; no figure in its tables is typed in. Each names its device
 and was printed by the benchmark of its section, with random weights unless the model is a real one. The newest record
 of a case counts. Peers' figures: {source}.
 
