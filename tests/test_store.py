@@ -337,13 +337,15 @@ def test_a_write_that_lacks_a_layer_is_no_store(tmp_path: pathlib.Path) -> None:
 
 
 KILLED = """
-import sys, time
+import logging, sys, time
 from jaxinfer.model import load
 from jaxinfer.store.writer import StoreWriter
 
 model = load(sys.argv[1], progress=False)
+assert "orbax" not in sys.modules
 with StoreWriter(sys.argv[2], model.config, model.dtype, model="m") as store:
     store.write("layer_00000", {"qkv": model.params.layers[0].qkv})
+    assert "orbax" in sys.modules and not logging.root.handlers  # the program's logging.basicConfig does something yet
     print("written", flush=True)
     time.sleep(600)
 """

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.packed_weights import DeviceWeight
@@ -57,10 +56,12 @@ class StoreWriter:
         check_free(self.path)
 
     def __enter__(self) -> "StoreWriter":
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False)
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(written_whole(self.path))
-            self._orbax = stack.enter_context(ocp.Checkpointer(handler))
+            with _quiet_orbax() as ocp:
+                handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False)
+                self._orbax = ocp.Checkpointer(handler)
+            stack.callback(self._close_orbax)
             stack.push(self._finish_unless_failed)
             self._stack = stack.pop_all()
         return self
@@ -72,7 +73,7 @@ class StoreWriter:
         """Writes the weights of one piece."""
         arrays = {name: array for field, weight in fields.items() for name, array in named_arrays(weight, field)}
         self._described[piece] = {field: describe(weight) for field, weight in fields.items()}
-        with _quiet_orbax():
+        with _quiet_orbax() as ocp:
             self._orbax.save(self._folder / WEIGHTS / piece, args=ocp.args.PyTreeSave(arrays))
 
     def write_all(self, pieces: Iterable[Piece]) -> None:
@@ -80,6 +81,10 @@ class StoreWriter:
         for name, fields in pieces:
             self.write(name, fields)
             del fields  # before the next piece is made
+
+    def _close_orbax(self) -> None:
+        with _quiet_orbax():
+            self._orbax.close()
 
     def _finish_unless_failed(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -112,12 +117,27 @@ def add_quality(path: str | os.PathLike[str], quality: Mapping[str, Any]) -> Non
 
 
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Without a warning for each checkpoint that it has none of the files that other options would give it."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def _quiet_orbax() -> Iterator[types.ModuleType]:
+    """Orbax, without a warning for each checkpoint that it has none of the files that other options would give it.
+
+    It logs by absl, already while it is imported, and absl calls `logging.basicConfig` where the root logger has no
+    handler. The program's own call would do nothing afterwards, so a handler stands there meanwhile: the one by which
+    Python writes what there is no handler for.
+    """
+    root, placeholder = logging.getLogger(), logging.lastResort or logging.NullHandler()
+    is_bare = not root.handlers
+    if is_bare:
+        root.addHandler(placeholder)
     try:
-        yield
+        import orbax.checkpoint as ocp
+
+        logger = logging.getLogger("absl")  # not before the import: absl's is of a class of its own
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            yield ocp
+        finally:
+            logger.setLevel(level)
     finally:
-        logger.setLevel(level)
+        if is_bare:
+            root.removeHandler(placeholder)
