@@ -305,6 +305,17 @@ def test_what_is_there_is_not_overwritten(mixed: pathlib.Path) -> None:
         create(LLAMA, mixed)
 
 
+def test_a_plan_that_names_no_weight_is_refused_before_anything_is_written(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "jaxinfer"),
+        pytest.raises(ValueError, match=r"no weight is named \*\.foo_proj"),
+    ):
+        create(LLAMA, tmp_path / "new" / "store", plan=Plan((Rule(("*.foo_proj",), Precision(8)),), "wrong"))
+    assert not caplog.messages and not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("error", [RuntimeError("out of disk"), KeyboardInterrupt()])
 def test_a_write_that_fails_leaves_nothing_and_says_so(
     error: BaseException, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture

@@ -12,7 +12,7 @@ from checkpoints.progress import is_watched
 from jaxinfer.checkpoint_weights import WeightsRequest
 from jaxinfer.device import start_device
 from jaxinfer.model import Model, weights_dtype_for
-from jaxinfer.params import TOP, Piece, layer_specs, piece_name
+from jaxinfer.params import TOP, Piece, layer_specs, linear_names, piece_name
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.source import Source, StoreSource, open_source
 from jaxinfer.store.unfinished import check_free
@@ -48,6 +48,8 @@ def create(
     progress = is_watched() if progress is None else progress
     name = os.fspath(source)
     with open_source(source, progress=progress) as opened:
+        if resolved is not None:
+            resolved.check(linear_names(opened.config))  # before anything is written
         weights_dtype = written_dtype(opened, dtype, name)
         described = None if resolved is None else plan_mapping(resolved)
         quality = None
