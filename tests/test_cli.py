@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import markov
 import numpy as np
 import pytest
@@ -450,7 +451,7 @@ def test_other_errors_keep_their_traceback(run, folder: str, monkeypatch: pytest
 
 
 def test_reader_that_goes_away_is_no_error(folder: str) -> None:
-    command = [sys.executable, "-m", "jaxinfer.cli", "info", folder]
+    command = [sys.executable, "-m", "jaxinfer", "info", folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -565,6 +566,19 @@ def test_info_counts_by_kind_without_reading_weights(run, folder: str, monkeypat
     assert "  per token  64 bytes\n" in out  # float32 on a CPU
     assert "  F32    12 tensors, 70.4 kB\n" in out
     assert "  1  full attention, rope: kind default, theta 10000.0, rotary_dim 8\n" in out
+
+
+def test_info_counts_packed_weights_as_they_are_kept(run, folder: str, tmp_path: pathlib.Path) -> None:
+    store = str(tmp_path / "store")
+    assert run("quantize", folder, "--plan", "int4", "--out", store, "--quiet")[0] == 0
+    code, out, _ = run("info", store, "--json")
+    facts = json.loads(out)
+    model = jaxinfer.load(store, progress=False)
+    assert (code, facts["precisions"]) == (0, ["float32", "int4"])
+    assert facts["memory"]["total"] == sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    assert facts["memory"]["embedding"] == 4 * 4096
+    assert facts["memory"]["attention"] < 3072  # about half a byte a weight, and scales and zeros
+    assert "\nmemory, float32 and int4\n" in run("info", store)[1]
 
 
 def test_info_says_whether_the_tensors_fit(run, folder: str, tmp_path: pathlib.Path) -> None:

@@ -4,19 +4,25 @@ import argparse
 import collections
 import dataclasses
 import itertools
-import math
 import pathlib
 from collections.abc import Iterable
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from checkpoints.errors import CheckpointError
 from checkpoints.names import Mismatch
 from jaxinfer import kv_cache
 from jaxinfer.cli.options import json_line
 from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.decoder import Params
 from jaxinfer.device import start_device
-from jaxinfer.model import inspect, weights_dtype_for
-from jaxinfer.params import canonical_shapes, num_parameters
+from jaxinfer.layers.weights import precisions
+from jaxinfer.model import Description, inspect, weights_dtype_for
+from jaxinfer.params import num_parameters, random_params
+from jaxinfer.planning.target import target_for
+from jaxinfer.planning.weights import Storage, abstract_params, num_bytes
 from jaxinfer.quantization.report import report_of
 from jaxinfer.store.manifest import is_store, read_manifest
 
@@ -39,10 +45,8 @@ def gather(path_or_name: str, dtype: str | None) -> dict[str, Any]:
     weights_dtype = weights_dtype_for(dtype)
     found = inspect(path_or_name, progress=True)
     config = found.config
-    memory: dict[str, int] = dict.fromkeys(KINDS, 0)
-    for name, shape in canonical_shapes(config).items():
-        kind = _kind(name)
-        memory[kind] += math.prod(shape) * (4 if kind == "norms" else weights_dtype.itemsize)
+    params = _outline(found, weights_dtype)
+    memory = _memory(params)
     files: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"tensors": 0, "bytes": 0})
     for tensor in found.tensors.values():
         files[tensor.dtype]["tensors"] += 1
@@ -55,6 +59,7 @@ def gather(path_or_name: str, dtype: str | None) -> dict[str, Any]:
         "config": _config(config),
         "parameters": num_parameters(config),
         "dtype": weights_dtype.name,
+        "precisions": precisions(params),
         "memory": memory | {"total": sum(memory.values())},
         "kv_cache": {
             "bytes_per_token": per_token,
@@ -73,6 +78,23 @@ def gather(path_or_name: str, dtype: str | None) -> dict[str, Any]:
         "file": dict(files),
         "check": None if found.mismatch is None else _check(found.mismatch),
     } | ({"store": _store(found.path)} if is_store(found.path) else {})
+
+
+def _outline(found: Description, dtype: jnp.dtype) -> Params:
+    """What `load` would make, as shapes and types; of tensors that it would refuse, what the configuration asks for."""
+    if found.mismatch:
+        return jax.eval_shape(lambda: random_params(found.config, dtype, 0))
+    return abstract_params(found.path, found.config, Storage(dtype), target_for(None))
+
+
+def _memory(params: Params) -> dict[str, int]:
+    """Bytes by kind."""
+    memory: dict[str, int] = dict.fromkeys(KINDS, 0)
+    for part in (params, *params.layers):
+        for field in dataclasses.fields(part):
+            if field.name != "layers":
+                memory[_kind(field.name)] += num_bytes(getattr(part, field.name))
+    return memory
 
 
 def _config(config: ModelConfig) -> dict[str, Any]:
@@ -103,14 +125,13 @@ def _check(mismatch: Mismatch) -> dict[str, Any]:
     }
 
 
-def _kind(name: str) -> str:
-    """Which kind a canonical parameter is."""
-    part = name.split(".")[-2]
-    if part.endswith("norm"):
+def _kind(field: str) -> str:
+    """Which kind a field of `Params` or `LayerParams` is."""
+    if field.endswith("norm"):
         return "norms"
-    if part in ("embed_tokens", "lm_head"):
-        return "embedding" if part == "embed_tokens" else "head"
-    return "attention" if part in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+    if field in ("embed_tokens", "lm_head"):
+        return "embedding" if field == "embed_tokens" else "head"
+    return "attention" if field.removesuffix("_bias") in ("qkv", "o") else "mlp"
 
 
 def _lines(facts: dict[str, Any]) -> Iterable[str]:
@@ -119,7 +140,8 @@ def _lines(facts: dict[str, Any]) -> Iterable[str]:
     yield f"{facts['model']}  ({facts['path']})"
     yield from _section("parameters", [(f"{facts['parameters']:,}", "")])
     yield from _section(
-        f"memory, {facts['dtype']}", [(kind, _size(size)) for kind, size in facts["memory"].items() if size]
+        f"memory, {' and '.join(facts['precisions'])}",
+        [(kind, _size(size)) for kind, size in facts["memory"].items() if size],
     )
     yield from _section(
         f"KV cache, {facts['dtype']}",

@@ -1,5 +1,6 @@
 """What a linear weight may be, beside an array or packed codes: products of these that formats force on the loader."""
 
+import collections
 import dataclasses
 import typing
 from typing import Any
@@ -67,3 +68,16 @@ class ScaledCodes:
 
 type Weight = Float[Array, "_ _"] | PackedInt4 | PackedInt8 | PermutedInputs | StackedOutputs | ScaledCodes
 """A linear weight [out, in]: an array as checkpoints store it, or codes that the kernel reads as they are."""
+
+
+def precisions(params: Any) -> list[str]:
+    """What weights of a pytree, abstract or not, are stored as: "int4", "float32"; most bytes first, no vectors."""
+    found: collections.Counter[str] = collections.Counter()
+    for weight in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Packed | ScaledCodes)):
+        if isinstance(weight, Packed):
+            name = f"int{weight.bits}"
+        else:
+            name = str(weight.codes.dtype if isinstance(weight, ScaledCodes) else weight.dtype)
+        if len(weight.shape) > 1:
+            found[name] += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
+    return [name for name, _ in found.most_common()]
