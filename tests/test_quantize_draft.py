@@ -2,6 +2,7 @@
 
 import logging
 import pathlib
+from types import SimpleNamespace
 
 import families
 import numpy as np
@@ -12,7 +13,7 @@ import jaxinfer.cli
 from jaxinfer.quantization import pair
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.pair import continued
-from jaxinfer.quantization.plan import Precision, uniform
+from jaxinfer.quantization.plan import Plan, Precision, Rule, uniform
 from jaxinfer.quantization.report import QuantizationReport
 from jaxinfer.quantization.sensitivity_table import to_toml
 
@@ -68,9 +69,43 @@ def test_a_draft_of_another_size_is_calibrated_on_what_the_target_writes(
         assert ("quantised differently" in caplog.text) == warned
 
 
-def test_what_is_no_pair_is_refused() -> None:
+def test_what_is_no_pair_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the target writes a token."""
     target = ji.load(families.BY_NAME["llama"].folder)
+    written = []
+    monkeypatch.setattr(pair, "generate", lambda *given: written.append(given))
+    windows = Windows(np.full((2, 16), 7, np.int32), np.full((1, 16), 7, np.int32), "sevens")
+    eight = uniform("eight", Precision(8))
+    unknown = Plan((*eight.rules, Rule(("nope",), Precision(8))), "wrong")
+    for draft, plan, options, message in (
+        (target, "int44", {}, "plan='int44': expected int4, "),
+        (target, unknown, {}, "wrong: no weight is named nope"),
+        (ji.quantize(target, Plan((Rule(("layers.1.o_proj",), Precision(8)),))), eight, {}, "o is packed already"),
+        (target, eight, {"promote_above": "x"}, "promote_above is 'x'; expected a share"),
+        (target, eight, {"promote_above": float("nan")}, "promote_above is nan; expected a share"),
+        (target, eight, {"seed": "1"}, "seed is '1'; expected a whole number from 0 to"),
+        (target, eight, {"seed": -1}, "seed is -1; expected"),
+        (target, eight, {"seed": 2**64}, "seed is 18446744073709551616; expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ji.quantize_draft(draft, target, plan, calibration=windows, **options)
+    with pytest.raises(FileNotFoundError, match=r"nosuch\.toml"):
+        ji.quantize_draft(target, target, "nosuch.toml", calibration=windows)
+    assert not written
     with pytest.raises(ValueError, match="it has 112 tokens, the target 96"):
         ji.quantize_draft(ji.load(families.BY_NAME["qwen2"].folder), target, "int4")
     with pytest.raises(ValueError, match="the target is the string 'a path'; expected a model"):
         ji.quantize_draft(target, "a path", "int4")
+
+
+def test_rows_of_the_largest_seed_go_on_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+
+    def noted(model: object, prompts: list[list[int]], params: list[ji.SamplingParams]) -> list[SimpleNamespace]:
+        seeds.extend(one.seed for one in params)
+        return [SimpleNamespace(prompt_token_ids=prompt, token_ids=[1]) for prompt in prompts]
+
+    monkeypatch.setattr(pair, "generate", noted)
+    target = ji.load(families.BY_NAME["llama"].folder)
+    assert continued(target, np.zeros((3, 2), np.int32), seed=2**64 - 1).tolist() == [[0, 1]] * 3
+    assert seeds == [2**64 - 1, 0, 1]

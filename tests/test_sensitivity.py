@@ -21,7 +21,7 @@ from jaxinfer.quantization import knapsack
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.moments import values_of
 from jaxinfer.quantization.plan import HEAD, PRESETS, Plan, Precision, Rule, resolve
-from jaxinfer.quantization.sensitivity_table import Sensitivity, plan_of, to_toml
+from jaxinfer.quantization.sensitivity_table import Sensitivity, plan_of, read_budget, to_toml
 
 LLAMA = next(case for case in families.CASES if case.name == "llama")
 COARSE, FINE, EIGHT = Precision(4, 64), Precision(4, 16), Precision(8)
@@ -62,6 +62,9 @@ def test_a_weights_divergence_is_that_of_the_model_with_that_weight_quantised(
     row, column = found.names.index(name), found.precisions.index(precision)
     assert found.divergences[row, column] == pytest.approx(expected, rel=2e-3, abs=1e-8)
     assert expected > 0
+    if name == HEAD:
+        assert found.sizes[row, column] == sum(leaf.nbytes for leaf in jax.tree.leaves(changed.params.lm_head))
+        assert found.original_sizes[row] == (0 if model.params.lm_head is None else 2 * model.params.lm_head.size)
 
 
 def test_output_errors_and_sizes_are_those_of_the_codes(model: ji.Model, found: Sensitivity):
@@ -226,6 +229,26 @@ def test_budgets_in_bytes_bits_and_plans():
         found.propose(10)
     with pytest.raises(ValueError, match=r"has layers\.0\.o_proj in int4 g64 hqq, which was not measured"):
         found.propose("int4-hqq")
+    with pytest.raises(
+        ValueError, match=r"wrong: no weight is named nope; names are like layers\.0\.o_proj and lm_head"
+    ):
+        found.propose(Plan((Rule(("nope",), COARSE),), "wrong"))
+    assert found.propose("int4-int8-head").num_bytes == 50  # the head may be named although it was not measured
+
+
+def test_amounts_of_budgets():
+    amounts = {"4 Bits": 4.0, "4.5bits": 4.5, "60mb": 60_000_000, "0.5 KB": 500, 75: 75, "75.0": 75}
+    for text, amount in amounts.items():
+        found = read_budget(text)
+        assert found == amount and type(found) is type(amount)
+    for wrong in (4.5, "4.5"):
+        with pytest.raises(ValueError, match=r"expected whole bytes, or '4\.5 bits' \(a weight\)"):
+            read_budget(wrong)
+    for wrong in (["int4"], None, True, b"60MB", float("nan"), "many"):
+        with pytest.raises(
+            ValueError, match=r"^--budget .*: expected a size such as 60MB, '4\.5 bits' \(a weight\), int4"
+        ):
+            read_budget(wrong, "--budget ")
 
 
 def test_joined_weights_have_one_precision():
@@ -285,14 +308,27 @@ def test_sensitivity_command(
     measured = []
 
     def given_tokens(model: ji.Model, calibration: object, **options: object) -> Sensitivity:
-        measured.append((calibration, options["max_tokens"]))
+        assert isinstance(calibration, ji.Calibration)
+        measured.append((calibration.source, options["max_tokens"]))
         return found
 
     monkeypatch.setattr("jaxinfer.cli.sensitivity.sensitivity", given_tokens)
     path, folder = tmp_path / "plan.toml", str(LLAMA.folder)
-    arguments = ["sensitivity", "--calibration", "a.txt", "--precisions", "4,8", "--tokens", "16", "--plan", str(path)]
+    text = tmp_path / "a.txt"
+    text.write_text("The bridge was closed. " * 20)
+    arguments = [
+        "sensitivity",
+        "--calibration",
+        str(text),
+        "--precisions",
+        "4,8",
+        "--tokens",
+        "16",
+        "--plan",
+        str(path),
+    ]
     assert jaxinfer.cli.main([*arguments, folder, "--budget", "6 bits"]) == 0
-    assert measured == [(["a.txt"], 16)]
+    assert measured == [("a.txt", 16)]
     shown = capsys.readouterr().out
     assert "least loss in 6 bits" in shown
     assert "all int8" in shown
@@ -306,6 +342,18 @@ def test_sensitivity_command(
     methods = {(rule["bits"], rule["method"]) for rule in facts["plan"]["rules"]}
     assert (4, "gptq") in methods and methods <= {(4, "gptq"), (8, "rtn"), (16, "rtn")}
     assert "gptq" in path.read_text()
+    measured.clear()
+    capsys.readouterr()
+    (tmp_path / "wrong.toml").write_text('[[rules]]\nweights = "nope"\n')
+    for wrong, message in (
+        (["--budget", "1KB"], "the budget is 1000 bytes and the smallest choice takes"),
+        (["--budget", "0 bits"], "the budget is 0 bytes and the smallest choice takes"),
+        (["--budget", str(tmp_path / "wrong.toml")], "no weight is named nope"),
+        (["--calibration", ""], "a calibration file is ''; expected the path of a text or .jsonl file"),
+    ):
+        assert jaxinfer.cli.main([*arguments, folder, *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert not measured
     assert jaxinfer.cli.main(["sensitivity", folder, "--precisions", "5"]) == 2
     assert jaxinfer.cli.main(["sensitivity", folder, "--precisions", "four"]) == 2
     assert jaxinfer.cli.main(["sensitivity", folder, "--plan", "plan.json"]) == 2

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from jaxinfer.cli.options import json_line
 from jaxinfer.cli.output_files import check_output, check_picture
 from jaxinfer.model import load
+from jaxinfer.quantization.calibration import Calibration
 from jaxinfer.quantization.plan import HEAD, Plan, Precision
-from jaxinfer.quantization.sensitivity import sensitivity
+from jaxinfer.quantization.sensitivity import sensitivity, unmeasured
 from jaxinfer.quantization.sensitivity_table import plan_of, read_budget
 
 
@@ -25,11 +26,13 @@ def run(options: argparse.Namespace) -> int:
     budget = read_budget(options.budget, "--budget ")
     if isinstance(budget, Plan):
         check_measured(budget, precisions, options.head)
+    calibration = None if options.calibration is None else Calibration.from_files(options.calibration)
     shown = not options.quiet
     model = load(options.model, dtype=options.dtype, packed=False, progress=shown)
+    unmeasured(model, precisions, measure_head=options.head).propose(options.budget, joined=not options.separate)
     found = sensitivity(
         model,
-        options.calibration,
+        calibration,
         precisions=precisions,
         measure_head=options.head,
         max_tokens=options.tokens,

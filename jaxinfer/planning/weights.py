@@ -100,13 +100,13 @@ def _by_plan(spec: ParamSpec, storage: Storage, target: Target) -> Any:
         if precision is None:
             parts.append(jax.ShapeDtypeStruct(shape, storage.dtype))
         else:
-            parts.append(_on_device(_codes(shape, precision), target))
+            parts.append(_on_device(codes_of(shape, precision), target))
     return parts[0] if len(parts) == 1 else StackedOutputs(tuple(parts))
 
 
 @functools.lru_cache(maxsize=256)
-def _codes(shape: tuple[int, int], precision: Precision) -> Any:
-    """What `quantize_weight` makes of a weight of that shape."""
+def codes_of(shape: tuple[int, int], precision: Precision) -> Any:
+    """What `quantize_weight` makes of a weight of that shape [out, in], as an outline."""
     weight, moments = jax.ShapeDtypeStruct(shape, jnp.float32), None
     if precision.method in CALIBRATED:
         moments = jax.ShapeDtypeStruct((shape[1], shape[1]), jnp.float32)

@@ -5,7 +5,7 @@ import itertools
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -190,9 +190,10 @@ def _calibrated(
         if dtype is not None:
             raise ValueError("dtype is for a path: a loaded model keeps its own")
         model = model_or_path
+        pieces = dense_pieces(model)
         windows = windows_for(calibration, model.tokenizer, model.config)
         quantizer = CalibratedQuantizer(model.config, plan, windows, model.dtype, promote_above=promote_above)
-        params = from_pieces(quantizer.pieces(_dense_pieces(model), progress=progress))
+        params = from_pieces(quantizer.pieces(pieces, progress=progress))
         return dataclasses.replace(model, params=params, quantization=quantizer.report())
     start_device()
     weights_dtype, name = weights_dtype_for(dtype), os.fspath(model_or_path)
@@ -217,12 +218,14 @@ def windows_for(calibration: CalibrationText | None, tokenizer: Tokenizer | None
     return calibration.windows(tokenizer, config.max_position_embeddings)
 
 
-def _dense_pieces(model: Model) -> Iterator[Piece]:
-    """The pieces of a loaded model. Raises ValueError for one that is packed already."""
+def dense_pieces(model: Model) -> list[Piece]:
+    """The pieces of a loaded model, which has them anyway. Raises ValueError for one that is packed already."""
+    pieces = []
     for name, specs in piece_specs(model.config):
         owner = piece_owner(model.params, name)
         fields = {field: getattr(owner, field) for field in specs}
         for field, value in fields.items():
             if not isinstance(value, jax.Array):
                 raise ValueError(f"{name}.{field} is packed already; quantise the original model")
-        yield name, fields
+        pieces.append((name, fields))
+    return pieces

@@ -5,6 +5,7 @@ will have. The evaluation tokens run through both, original and quantised, side 
 are compared, and the original model was never there as a whole.
 """
 
+import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,23 @@ type Batches = list[jax.Array]
 """Hidden states [rows, tokens, hidden] in float32, a few rows at a time."""
 
 
+def check_request(config: ModelConfig, plan: Plan, windows: Windows, promote_above: object) -> None:
+    """Raises ValueError for what `CalibratedQuantizer` cannot do, for those who have much to do before they make one.
+
+    That is a plan that does not fit the model, no calibration tokens, and a `promote_above` that is no share.
+    """
+    plan.check(linear_names(config))
+    precision = plan.precision(HEAD)
+    if precision is not None and precision.method in CALIBRATED:
+        raise ValueError(f"{plan.name}: {HEAD} has {precision.method}; only layers are calibrated; give it rtn or hqq")
+    if promote_above is not None and (
+        isinstance(promote_above, bool) or not isinstance(promote_above, numbers.Real) or not float(promote_above) > 0
+    ):
+        raise ValueError(f"promote_above is {promote_above!r}; expected a share of the output, such as 0.01")
+    if windows.calibration.size == 0:
+        raise ValueError(f"{windows.source} has no tokens to calibrate with; give more text")
+
+
 class CalibratedQuantizer:
     """Takes a model's pieces in order and gives them back quantised; afterwards, `report` tells what became of it.
 
@@ -50,17 +68,8 @@ class CalibratedQuantizer:
         *,
         promote_above: float | None = None,
     ) -> None:
-        """Raises ValueError for a plan that does not fit the model, and for no calibration tokens."""
-        plan.check(linear_names(config))
-        precision = plan.precision(HEAD)
-        if precision is not None and precision.method in CALIBRATED:
-            raise ValueError(
-                f"{plan.name}: {HEAD} has {precision.method}; only layers are calibrated; give it rtn or hqq"
-            )
-        if promote_above is not None and not promote_above > 0:
-            raise ValueError(f"promote_above is {promote_above!r}; expected a share of the output, such as 0.01")
-        if windows.calibration.size == 0:
-            raise ValueError(f"{windows.source} has no tokens to calibrate with; give more text")
+        """Raises what `check_request` raises."""
+        check_request(config, plan, windows, promote_above)
         self.plan = plan
         self._config, self._windows, self._dtype, self._promote_above = config, windows, dtype, promote_above
         self._errors: list[WeightError] = []

@@ -195,7 +195,7 @@ def _listed(paths: object) -> list[pathlib.Path]:
     given = [paths] if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable) else list(paths)
     listed = []
     for path in given:
-        if not isinstance(path, str | os.PathLike):
+        if not isinstance(path, str | os.PathLike) or path == "":
             raise ValueError(f"a calibration file is {path!r}; expected the path of a text or .jsonl file")
         listed.append(pathlib.Path(path).expanduser())
     if not listed:

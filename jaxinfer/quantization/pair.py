@@ -1,6 +1,7 @@
 """A draft quantised for its target: calibrated on what the target writes, judged by how far the two agree."""
 
 import dataclasses
+import numbers
 import os
 import pathlib
 import typing
@@ -11,9 +12,10 @@ from jaxtyping import Int32
 
 from jaxinfer.generation import generate
 from jaxinfer.model import Model, load
-from jaxinfer.quantization.api import CalibrationText, quantize, windows_for
+from jaxinfer.quantization.api import CalibrationText, dense_pieces, quantize, windows_for
+from jaxinfer.quantization.calibrated import check_request
 from jaxinfer.quantization.calibration import Windows
-from jaxinfer.quantization.plan import Plan
+from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.quantization.quality import head_of, head_statistics, joined, row_batches, whole_rows
 from jaxinfer.quantization.report import Agreement, PairReport, QuantizationReport
 from jaxinfer.sampling_params import SamplingParams
@@ -39,17 +41,24 @@ def quantize_draft(
     """Quantises a draft on texts that its target has written, which are those that it will have to guess.
 
     The target, as it will serve (quantise it first), continues the beginning of every window of `calibration` (as for
-    `jaxinfer.quantize`) by sampling at temperature 1 with `seed`. The new draft's `quantization.pair` has the KL
-    divergence of its next-token distributions from the target's, and the share of drafted tokens that sampling would
-    accept, before and after, on continuations of text that was kept apart.
+    `jaxinfer.quantize`) by sampling at temperature 1 with `seed`, from 0 to 2**64 - 1. The new draft's
+    `quantization.pair` has the KL divergence of its next-token distributions from the target's, and the share of
+    drafted tokens that sampling would accept, before and after, on continuations of text that was kept apart.
 
-    Raises ValueError for a draft that is packed already, for tokens that differ, and what `quantize` raises.
+    Raises ValueError for a draft that is packed already, for tokens that differ, for a seed out of range, and what
+    `quantize` raises: all before the target writes.
     """
     check_model(draft, "quantize_draft: the draft")
     check_model(target, "quantize_draft: the target")
     check_tokens(target, draft)
+    plan = resolve(plan, "plan=")
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed!r}; expected a whole number from 0 to 2**64 - 1")
+    seed = int(seed)  # NumPy's would overflow below
+    dense_pieces(draft)  # for its errors
     shorter = min(target.config, draft.config, key=lambda config: config.max_position_embeddings)
     windows = windows_for(calibration, target.tokenizer, shorter)
+    check_request(draft.config, plan, windows, promote_above)
     written = Windows(
         continued(target, windows.calibration, seed),
         continued(target, windows.evaluation, seed + len(windows.calibration)),
@@ -88,13 +97,13 @@ def write_draft(
 
 
 def continued(model: Model, windows: Int32[np.ndarray, "rows tokens"], seed: int) -> Int32[np.ndarray, "rows tokens"]:
-    """The windows with all but their first tokens written by the model."""
+    """The windows with all but their first tokens written by the model. Rows have seeds that follow one another."""
     rows, length = windows.shape
     kept = min(PROMPT_TOKENS, max(1, length // 2))
     if not rows or kept == length:
         return windows
     options = {"max_tokens": length - kept, "temperature": 1.0, "ignore_eos": True}
-    params = [SamplingParams(seed=seed + row, **options) for row in range(rows)]
+    params = [SamplingParams(seed=(seed + row) % 2**64, **options) for row in range(rows)]
     outputs = generate(model, windows[:, :kept].tolist(), params)
     return np.array([[*output.prompt_token_ids, *output.token_ids] for output in outputs], np.int32)
 

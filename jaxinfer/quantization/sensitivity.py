@@ -25,8 +25,8 @@ from jaxinfer.decoder import LayerParams
 from jaxinfer.layers.embedding import embed, head
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.model import Model
-from jaxinfer.params import layer_specs, linear_names
-from jaxinfer.planning.weights import num_bytes
+from jaxinfer.params import layer_specs, top_specs
+from jaxinfer.planning.weights import codes_of, num_bytes
 from jaxinfer.quantization.api import CalibrationText, windows_for
 from jaxinfer.quantization.layer_pass import (
     PRECISION,
@@ -76,41 +76,68 @@ def sensitivity(
     Raises ValueError for a model that is packed already, for no text, for precisions that cannot be measured, and for
     `max_tokens` below 1.
     """
-    precisions = tuple(dict.fromkeys(precisions))
-    _check(model, precisions, max_tokens)
+    table = unmeasured(model, precisions, measure_head=measure_head)
+    _check(model, max_tokens)
     windows = windows_for(calibration, model.tokenizer, model.config).calibration
     windows = windows[: max(1, max_tokens // max(1, windows.shape[1])), :max_tokens]
     if windows.size == 0:
         raise ValueError("there are no tokens to calibrate with; give more text")
-    names = [name for name in linear_names(model.config) if measure_head or name != HEAD]
     progress = is_watched() if progress is None else progress
     measured = []
-    with progress_bar(total=len(names), unit="weight", desc="Measuring", shown=progress, leave=False) as bar:
-        for one in _Measurement(model, windows, precisions, quick).weights(measure_head):
+    with progress_bar(total=len(table.names), unit="weight", desc="Measuring", shown=progress, leave=False) as bar:
+        for one in _Measurement(model, windows, table.precisions, quick).weights(measure_head):
             measured.append(one)
             bar.update()
-    assert [one.name for one in measured] == names
+    assert tuple(one.name for one in measured) == table.names
+    return dataclasses.replace(
+        table,
+        output_errors=np.array([one.output_errors for one in measured]),
+        divergences=np.array([one.divergences for one in measured]),
+        num_tokens=int(windows.size),
+    )
+
+
+def unmeasured(
+    model: Model, precisions: Sequence[Precision] = CANDIDATES, *, measure_head: bool = False
+) -> Sensitivity:
+    """The table of `sensitivity` before it measures: names and sizes; no tokens, and all losses are 0.
+
+    Its `propose` refuses what that of the measured table will refuse, without the wait. Raises ValueError for
+    precisions that cannot be measured.
+    """
+    precisions = tuple(dict.fromkeys(precisions))
+    _check_precisions(precisions)
+    names, shapes = [], []
+    specs = [spec for index in range(model.config.num_layers) for spec in layer_specs(model.config, index).values()]
+    if measure_head:
+        specs.append(top_specs(model.config, own_head=True)[HEAD])
+    for spec in specs:
+        if spec.is_linear and spec.columns is not None:
+            names += [name.removesuffix(".weight") for name in spec.sources]
+            shapes += [(rows, spec.columns) for rows in spec.rows]
+    originals = np.array([2 * rows * columns for rows, columns in shapes], np.int64)
+    if measure_head and model.params.lm_head is None:
+        originals[-1] = 0  # a tied head is no weight of its own until it is quantised
+    losses = np.zeros((len(names), len(precisions)))
     return Sensitivity(
         names=tuple(names),
         precisions=precisions,
-        output_errors=np.array([one.output_errors for one in measured]),
-        divergences=np.array([one.divergences for one in measured]),
-        sizes=np.array([one.sizes for one in measured], np.int64),
-        original_sizes=np.array([one.original_size for one in measured], np.int64),
-        num_tokens=int(windows.size),
+        output_errors=losses,
+        divergences=losses,
+        sizes=np.array([[num_bytes(codes_of(shape, p)) for p in precisions] for shape in shapes], np.int64),
+        original_sizes=originals,
+        num_tokens=0,
         model=model.name,
     )
 
 
 @dataclasses.dataclass
 class _Measured:
-    """One weight, and an entry for each precision. Sizes are in bytes, that of the original in 16 bits."""
+    """One weight, and an entry for each precision."""
 
     name: str
-    original_size: int
     output_errors: list[float] = dataclasses.field(default_factory=list)
     divergences: list[float] = dataclasses.field(default_factory=list)
-    sizes: list[int] = dataclasses.field(default_factory=list)
 
 
 class _Measurement:
@@ -133,8 +160,7 @@ class _Measurement:
         if measure_head:
             rows = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in self._original])
             moments = second_moments(rows) / rows.shape[0]
-            # A tied head is no weight of its own until it is quantised.
-            found = _Measured(HEAD, 0 if self._params.lm_head is None else 2 * self._head.size)
+            found = _Measured(HEAD)
             self._fill(found, self._head, moments, lambda values: self._divergence(self._original, values))
             yield found
 
@@ -156,7 +182,7 @@ class _Measurement:
                     last = self._normalised(self._passed(x, index + 1, config.num_layers))
                     return self._divergence(last, self._head)
 
-                found = _Measured(name.removesuffix(".weight"), 2 * weight.size)
+                found = _Measured(name.removesuffix(".weight"))
                 self._fill(found, weight, inputs, diverges)
                 yield found
 
@@ -171,11 +197,9 @@ class _Measurement:
         outputs = float(jnp.sum(output_errors(weight, moments)))
         rounded = []
         for precision in self._precisions:
-            packed = quantize_weight(weight, precision, moments)
-            rounded.append(values_of(packed))
+            rounded.append(values_of(quantize_weight(weight, precision, moments)))
             added = float(jnp.sum(output_errors(rounded[-1] - weight, moments)))
             found.output_errors.append(added / outputs if outputs else 0.0)
-            found.sizes.append(num_bytes(packed))
         if not self._quick:
             found.divergences += [diverges(values) for values in rounded]
             return
@@ -235,15 +259,18 @@ def _float32(layer: LayerParams) -> LayerParams:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer)
 
 
-def _check(model: Model, precisions: Sequence[Precision], max_tokens: int) -> None:
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens!r}: expected a whole number from 1, such as {MOST_TOKENS}")
+def _check_precisions(precisions: Sequence[Precision]) -> None:
     if not precisions:
         raise ValueError("precisions is empty; give at least one candidate, such as Precision(4, 64)")
     for precision in precisions:
         if precision.bits == 16 or precision.method == "awq":
             why = "quantises nothing" if precision.bits == 16 else "scales several weights at once"
             raise ValueError(f"{precision} {why} and cannot be measured for one weight; leave it out")
+
+
+def _check(model: Model, max_tokens: int) -> None:
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens!r}: expected a whole number from 1, such as {MOST_TOKENS}")
     for index, layer in enumerate(model.params.layers):
         for field, spec in layer_specs(model.config, index).items():
             if spec.is_linear and not isinstance(getattr(layer, field), jax.Array):

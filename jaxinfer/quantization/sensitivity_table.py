@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import numbers
 import os
 import pathlib
 import re
@@ -72,7 +73,8 @@ class Sensitivity:
         errors of different weights are all but uncorrelated, and KL grows with their squares. With `joined` q, k and v
         have one precision, and gate and up, so that each stays one product. Weights may also be left as they are.
 
-        Raises ValueError for a budget that nothing fits into, and for a plan with precisions that were not measured.
+        Raises ValueError for a budget that nothing fits into, and for a plan with precisions that were not measured or
+        with rules that name no weight.
         """
         units = list(self._units(joined))
         losses = [[*self.divergences[unit].sum(axis=0), 0.0] for unit in units]
@@ -91,8 +93,12 @@ class Sensitivity:
         )
 
     def evaluate(self, plan: str | os.PathLike[str] | Plan) -> Proposal:
-        """What the table foretells of any plan of measured precisions. Raises ValueError for others."""
-        plan = resolve(plan)
+        """What the table foretells of any plan of measured precisions.
+
+        Raises ValueError for other plans, and for rules that name no weight.
+        """
+        plan = resolve(plan, "plan=")
+        plan.check([*self.names, HEAD])
         total, divergence = 0, 0.0
         for row, name in enumerate(self.names):
             precision = plan.precision(name)
@@ -201,18 +207,24 @@ class Sensitivity:
         return figure
 
 
+@typing.no_type_check  # it checks more, and its errors are the ones users must see
 def read_budget(budget: int | str | Plan, given_as: str = "budget=") -> int | float | Plan:
     """A budget as `Sensitivity.propose` takes it: bytes, bits a weight as a float, or the plan that takes the room.
 
     Raises ValueError for what is none of them; `given_as` is what errors call the argument.
     """
-    if isinstance(budget, Plan) or budget in PRESETS or str(budget).endswith(".toml"):
-        return resolve(typing.cast(Plan | str, budget))
-    bits = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*bits?\s*", str(budget))
-    if bits is not None:
-        return float(bits[1])
+    if isinstance(budget, Plan):
+        return budget
+    text = str(budget) if isinstance(budget, str | os.PathLike | numbers.Real) else ""
+    if text in PRESETS or text.endswith(".toml"):
+        return resolve(text, given_as)
+    amount = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(bits?)?\s*", text, re.IGNORECASE)
+    if amount is not None and amount[2] is not None:
+        return float(amount[1])
+    if amount is not None and not float(amount[1]).is_integer():
+        raise ValueError(f"{given_as}{budget!r}: expected whole bytes, or '{amount[1]} bits' (a weight)")
     try:
-        return parse_bytes(budget)
+        return parse_bytes(text)
     except ValueError:
         expected = f"expected a size such as 60MB, '4.5 bits' (a weight), {', '.join(PRESETS)}, or a .toml file"
         raise ValueError(f"{given_as}{budget!r}: {expected}") from None
