@@ -14,9 +14,9 @@ from benchmarks.harness import RESULTS, ROOT
 DOCUMENT = ROOT.parent / "docs" / "performance.md"
 INTRODUCTION = """# Performance
 
-Written by `make performance` from `benchmarks/results/*.jsonl`; no figure in its tables is typed in. Each names its device
-and was printed by the benchmark of its section, with random weights unless the model is a real one. The newest record
-of a case counts. Peers' figures: {source}.
+Written by `make performance` from `benchmarks/results/*.jsonl`; no figure in its tables is typed in. Each names its
+device and was printed by the benchmark of its section, with random weights unless the model is a real one. The newest
+record of a case counts. Peers' figures: {source}.
 
 `hbm_share` is the bytes that a step must read (weights once, the KV cache once) over its time, as a share of the read
 rate that the same run measured on the device. That rate varies between runs (see `read_tb_per_s` in the records) and is
