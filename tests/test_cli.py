@@ -140,6 +140,14 @@ def test_one_completion_is_streamed_with_its_figures_on_standard_error(run, fold
     assert run("generate", folder, "--prompt", "A", "--quiet", *GREEDY) == (0, "BCDEFG\n", "")
 
 
+def test_the_rate_of_a_stream_needs_a_chunk_that_came_by_itself() -> None:
+    """The chunk after the first token has run while that was read: both may come at once."""
+    assert str(generate.Speed(0.0, 16, [(0.5, 1), (0.5, 16)])) == "[16 tokens, first after 0.50 s]"
+    assert str(generate.Speed(0.0, 1, [(0.5, 1)])) == "[1 tokens, first after 0.50 s]"
+    three = generate.Speed(0.0, 32, [(0.5, 1), (0.5, 17), (2.0, 32)])
+    assert str(three) == "[32 tokens, first after 0.50 s, then 10.0 tokens/s]"
+
+
 def test_weights_are_kept_as_asked(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

@@ -72,7 +72,7 @@ def _print_text(model: Model, prompts: list[Prompt], params: list[SamplingParams
             heading = f"prompt {prompt}" + (f", completion {sample}" if params[prompt].n > 1 else "")
             print(f"--- {heading} ---", "".join(pieces), sep="\n")
     if not options.quiet:
-        print(speed, file=sys.stderr)
+        print(speed if single else speed.total(), file=sys.stderr)
     return _report(failures)
 
 
@@ -140,25 +140,29 @@ def _tables(model: Model, tables: Sequence[Mapping[int, Logprob] | None] | None)
 
 @dataclasses.dataclass
 class Speed:
-    """Counts tokens as they come. The first call to `count` marks the time to first token."""
+    """Counts tokens as they come, `count` being told of each chunk that has any."""
 
     start: float = dataclasses.field(default_factory=time.perf_counter)
-    first: float | None = None
-    num_first: int = 0
     num_tokens: int = 0
+    arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    """When each chunk came, and how many tokens there were then."""
 
     def count(self, num_tokens: int) -> None:
-        if self.first is None:
-            self.first, self.num_first = time.perf_counter(), num_tokens
-        self.num_tokens += num_tokens
+        if num_tokens:
+            self.num_tokens += num_tokens
+            self.arrivals.append((time.perf_counter(), self.num_tokens))
 
     def __str__(self) -> str:
-        """After a stream: the rate counts from the first token, whose own time stands beside it."""
-        now = time.perf_counter()
-        first = now if self.first is None else self.first
+        """After a stream: the time to the first token, and the rate from the second chunk on, if there are more.
+
+        The second runs while the first, of one token, is read, and may come with it: no time to divide by.
+        """
+        first = self.arrivals[0][0] if self.arrivals else time.perf_counter()
         words = f"[{self.num_tokens} tokens, first after {first - self.start:.2f} s"
-        later = self.num_tokens - self.num_first
-        return f"{words}, then {later / (now - first):.1f} tokens/s]" if later else f"{words}]"
+        if len(self.arrivals) < 3:
+            return f"{words}]"
+        (since, before), (until, total) = self.arrivals[1], self.arrivals[-1]
+        return f"{words}, then {(total - before) / (until - since):.1f} tokens/s]"
 
     def total(self) -> str:
         """After a batch."""
