@@ -59,4 +59,13 @@ logprobs) compiles when it comes, as `score` does for its shapes, and `metrics()
 `page_table`, `calls`, `first_rows`, `work`, `runner`, `host_store` (the device); `jobs`, `core`, `readers`, `engine`
 (requests and rounds), `scoring`; `metrics`, `snapshot`, `timeline`, `workload`; with a draft `drafting` (the policy at
 work), `drafting_runner`, `drafting_programs`, `drafting_rows` (the device), `drafting_metrics`.
+
+What the engine refuses has names (`from jaxinfer.engine import EngineClosed`), all of them ValueErrors: `EngineClosed`,
+`DuplicateRequest`, `UnknownRequest`, which are `EngineError`s, and `RequestTooLong`.
 """
+
+from jaxinfer.engine.errors import DuplicateRequest as DuplicateRequest
+from jaxinfer.engine.errors import EngineClosed as EngineClosed
+from jaxinfer.engine.errors import EngineError as EngineError
+from jaxinfer.engine.errors import RequestTooLong as RequestTooLong
+from jaxinfer.engine.errors import UnknownRequest as UnknownRequest
