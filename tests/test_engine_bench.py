@@ -116,7 +116,8 @@ def test_command_prints_a_table_and_json(tmp_path: pathlib.Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rate", "0"], "--rate 0.0 and --requests 8; both must be above 0"),
+        (["--rate", "0"], "error: --rate 0.0; expected a number above 0\n"),
+        (["--requests", "-1"], "error: --requests -1; expected a number above 0\n"),
         (["--prompt-tokens", "9", "2"], "--prompt-tokens 9 2: expected two lengths of at least 1"),
         (["--workload", "none.jsonl"], "none.jsonl: No such file"),
     ],

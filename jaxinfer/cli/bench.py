@@ -22,8 +22,9 @@ def run(options: argparse.Namespace) -> int:
     on_cpu = jax.default_backend() == "cpu"
     if options.requests is None:
         options.requests = 8 if on_cpu else 64
-    if not (options.rate > 0 and options.requests > 0):
-        raise ValueError(f"--rate {options.rate} and --requests {options.requests}; both must be above 0")
+    for name, value in (("--rate", options.rate), ("--requests", options.requests)):
+        if not value > 0:
+            raise ValueError(f"{name} {value}; expected a number above 0")
     check_picture("--timeline", options.timeline)
     config = EngineConfig(
         max_decode_batch=options.max_decode_batch,
