@@ -100,5 +100,7 @@ if not TYPE_CHECKING:  # else a type checker would accept any name
         value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
         return value
 
+    __all__ = sorted(_MODULES)
+
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_MODULES})
+        return [*(name for name in globals() if name.startswith("__")), *__all__]

@@ -30,7 +30,8 @@ def test_names_at_run_time_are_those_for_type_checkers() -> None:
     assert names_for_type_checkers() == ji._MODULES
     for name, module in ji._MODULES.items():
         assert getattr(ji, name) is getattr(importlib.import_module(module), name)
-        assert name in dir(ji)
+    assert {name for name in dir(ji) if not name.startswith("_")} == set(ji._MODULES) == set(ji.__all__)
+    assert "__version__" in dir(ji)
     with pytest.raises(AttributeError, match="module 'jaxinfer' has no attribute 'genrate'"):
         ji.genrate  # noqa: B018  # the access is what is tested
 
