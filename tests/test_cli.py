@@ -18,6 +18,7 @@ from jaxinfer.cli import command_line, generate
 from jaxinfer.cli import options as cli_options
 from jaxinfer.layers.weights import ScaledCodes
 from jaxinfer.outputs import Delta
+from jaxinfer.quantization.plan import PRESETS
 from jaxinfer.sampling_params import SamplingParams
 
 A, BC, DEF, G = range(4)
@@ -107,6 +108,13 @@ def test_help_has_no_words_that_only_python_knows(run) -> None:
     assert "log-likelihoods of continuations of prompts, one JSON object each" in " ".join(
         run("score", "--help")[1].split()
     )
+
+
+def test_help_names_every_plan_that_a_command_takes(run) -> None:
+    for command, calibrated in (("quantize", True), ("generate", False)):
+        words = " ".join(run(command, "--help")[1].split()).replace("- ", "-")
+        for name, plan in PRESETS.items():
+            assert (f" {name}, " in words) == (calibrated or not plan.needs_calibration), (command, name)
 
 
 def test_a_list_of_ids_leaves_the_model_alone() -> None:

@@ -15,6 +15,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+from jaxinfer.quantization.plan import PRESETS
 from jaxinfer.sampling_params import SamplingParams
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -69,7 +70,10 @@ class Parser(argparse.ArgumentParser):
 def add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL and --dtype, as `jaxinfer.load` takes them."""
     parser.add_argument(
-        "model", metavar="MODEL", help="a model folder, a .gguf file, or a name that `jaxinfer pull` knows"
+        "model",
+        metavar="MODEL",
+        help="a model folder, a .gguf file, a store, owner/name on the Hugging Face Hub, or a short name that "
+        "`jaxinfer pull` knows",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default bfloat16 on a GPU, float32 on a CPU")
 
@@ -80,8 +84,11 @@ def add_loading(parser: argparse.ArgumentParser, *, tiered: bool = False) -> Non
     `tiered` caches are for the commands that generate without engine and draft, and for plans of those.
     """
     add_model(parser)
+    presets = ", ".join(name for name, plan in PRESETS.items() if not plan.needs_calibration)
     parser.add_argument(
-        "--quantize", metavar="PLAN", help="pack weights while loading: int4, int8, ..., or a .toml file"
+        "--quantize",
+        metavar="PLAN",
+        help=f"pack weights while loading: {presets}, or a .toml file (`jaxinfer quantize` has plans that need text)",
     )
     parser.add_argument(
         "--packed",

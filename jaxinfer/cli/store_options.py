@@ -3,6 +3,7 @@
 import argparse
 
 from jaxinfer.cli.options import add_model
+from jaxinfer.quantization.plan import PRESETS
 
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:
@@ -12,7 +13,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         "--plan",
         required=True,
         metavar="PLAN",
-        help="int4, int4-awq, int4-gptq, int8, fp8, seed-mixed, or a .toml file",
+        help=f"{', '.join(PRESETS)}, or a .toml file",
     )
     parser.add_argument("--out", required=True, metavar="PATH", help="the folder to write, which must not exist")
     parser.add_argument(
