@@ -1,4 +1,4 @@
-"""How much memory is left, on the device and on the host."""
+"""How much memory is left, on the device and on the host; and bytes in words."""
 
 import os
 import pathlib
@@ -6,6 +6,14 @@ import sys
 from collections.abc import Iterator
 
 import jax
+
+
+def shown_bytes(num_bytes: int) -> str:
+    """Decimal units, three digits."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}" if num_bytes < 1000 * scale else f"{num_bytes / scale:,.0f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def free_device_bytes() -> int | None:

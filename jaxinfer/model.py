@@ -18,6 +18,8 @@ from jaxinfer.compilation import enable_persistent_cache
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.device import start_device
+from jaxinfer.layers.weights import precisions
+from jaxinfer.memory import shown_bytes
 from jaxinfer.params import from_pieces, linear_names, num_parameters, random_params, random_pieces
 from jaxinfer.prefill_copy import announce, with_copies
 from jaxinfer.quantization.plan import Plan, resolve
@@ -66,14 +68,14 @@ class Model:
 
     def __repr__(self) -> str:
         """One line: a notebook cell that ends in a model must not print its weights."""
-        millions = self.num_parameters / 1e6
         # What both share is counted once.
         leaves = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves((self.params, self.prefill_params))}
-        megabytes = sum(leaves.values()) / 1e6
+        size, kinds = shown_bytes(sum(leaves.values())), " and ".join(precisions(self.params))
+        copy = "" if self.prefill_params is None else f", prompts {self.dtype}"
         cache = "" if self.kv_dtype in (None, self.dtype) else f", cache {self.kv_dtype}"
         return (
-            f"Model({self.name!r}, {self.config.model_type}, {millions:,.1f} million parameters "
-            f"in {megabytes:,.1f} MB, {self.dtype}{cache})"
+            f"Model({self.name!r}, {self.config.model_type}, {_shown_count(self.num_parameters)} parameters "
+            f"in {size}, {kinds}{copy}{cache})"
         )
 
 
@@ -89,6 +91,14 @@ class Description:
     tokenizer: Tokenizer | None
     tensors: Mapping[str, TensorInfo]
     mismatch: Mismatch | None
+
+
+def _shown_count(number: int) -> str:
+    """Such as "1.24 billion", "135 million", or a small number in full."""
+    for word, scale in (("billion", 10**9), ("million", 10**6)):
+        if number >= scale:
+            return f"{number / scale:,.4g} {word}"
+    return f"{number:,}"
 
 
 def default_dtype() -> jnp.dtype:

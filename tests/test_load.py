@@ -26,7 +26,7 @@ import checkpoints.formats.codes
 from checkpoints.errors import CheckpointError
 from jaxinfer.generation import generate, logits
 from jaxinfer.layers.linear import linear
-from jaxinfer.model import load
+from jaxinfer.model import _shown_count, load
 from jaxinfer.params import canonical_shapes, num_parameters
 from jaxinfer.sampling_params import SamplingParams
 from pallas_kernels.int4_matmul import PackedInt4, PackedInt8
@@ -374,7 +374,7 @@ are joined, 50."""
 
 MEASURE = """
 import json, sys, jax, numpy
-from jaxinfer.model import load
+from jaxinfer.model import _shown_count, load
 from jaxinfer.params import canonical_shapes
 
 def status(field):
@@ -467,5 +467,10 @@ def test_peak_memory_is_the_model_and_the_largest_tensor(tmp_path: pathlib.Path,
 
 
 def test_a_model_shows_itself_in_one_line():
-    model = load(families.BY_NAME["llama"].folder, dtype="float32", progress=False)
-    assert re.fullmatch(r"Model\('.*llama', llama, 0\.\d million parameters in 0\.\d MB, float32\)", repr(model))
+    folder = families.BY_NAME["llama"].folder
+    model = load(folder, dtype="float32", progress=False)
+    assert re.fullmatch(r"Model\('.*llama', llama, [\d,]+ parameters in [\d.]+ kB, float32\)", repr(model))
+    packed = load(folder, dtype="float32", quantize="int4", progress=False)
+    assert re.fullmatch(r"Model\('.*llama', llama, [\d,]+ parameters in [\d.]+ kB, float32 and int4\)", repr(packed))
+    assert _shown_count(134_515_008) == "134.5 million"
+    assert _shown_count(8_030_261_248) == "8.03 billion"

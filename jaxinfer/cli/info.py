@@ -19,6 +19,7 @@ from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.decoder import Params
 from jaxinfer.device import start_device
 from jaxinfer.layers.weights import precisions
+from jaxinfer.memory import shown_bytes
 from jaxinfer.model import Description, inspect, weights_dtype_for
 from jaxinfer.params import num_parameters, random_params
 from jaxinfer.planning.target import target_for
@@ -141,13 +142,13 @@ def _lines(facts: dict[str, Any]) -> Iterable[str]:
     yield from _section("parameters", [(f"{facts['parameters']:,}", "")])
     yield from _section(
         f"memory, {' and '.join(facts['precisions'])}",
-        [(kind, _size(size)) for kind, size in facts["memory"].items() if size],
+        [(kind, shown_bytes(size)) for kind, size in facts["memory"].items() if size],
     )
     yield from _section(
         f"KV cache, {facts['dtype']}",
         [
-            ("per token", _size(kv["bytes_per_token"])),
-            (f"{kv['context']:,} tokens", _size(kv["bytes_full_context"]) + " (the full context)"),
+            ("per token", shown_bytes(kv["bytes_per_token"])),
+            (f"{kv['context']:,} tokens", shown_bytes(kv["bytes_full_context"]) + " (the full context)"),
         ],
     )
     rows = [("none", "token ids in, token ids out")]
@@ -162,7 +163,7 @@ def _lines(facts: dict[str, Any]) -> Iterable[str]:
         ]
     yield from _section("tokenizer", rows)
     rows = [
-        (dtype, f"{file['tensors']:,} {'tensor' if file['tensors'] == 1 else 'tensors'}, {_size(file['bytes'])}")
+        (dtype, f"{file['tensors']:,} {'tensor' if file['tensors'] == 1 else 'tensors'}, {shown_bytes(file['bytes'])}")
         for dtype, file in facts["file"].items()
     ]
     check = facts["check"]
@@ -209,11 +210,3 @@ def _value(value: Any) -> str:
         shown = [str(item) for item in value[:4]] + (["..."] if len(value) > 4 else [])
         return ", ".join(shown) or "none"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _size(num_bytes: int) -> str:
-    """Decimal units, three digits."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}" if num_bytes < 1000 * scale else f"{num_bytes / scale:,.0f} {unit}"
-    return f"{num_bytes} bytes"
