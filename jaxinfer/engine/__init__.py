@@ -6,7 +6,8 @@
         engine.warmup()                                   # optional: compile now, in threads, not while serving
         outputs = engine.generate(prompts, params)        # a batch: prompts first, a bar with rates
         for delta in engine.stream("Once upon", params):  # one reader; several streams share the device
-            print(delta.text, end="")
+            print(delta.text, end="", flush=True)
+        print()
         scores = engine.score(questions, answers)         # log-likelihoods; prefixes are computed once and kept
         print(engine.metrics())                           # latencies, rates, pages, compilations
         engine.plot_timeline("timeline.png")              # prefill and decode programs over time (jaxinfer[plot])
