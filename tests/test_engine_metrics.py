@@ -57,6 +57,7 @@ def test_nothing_compiles_after_warmup(capsys: pytest.CaptureFixture[str], monke
         engine.generate(PROMPTS, PARAMS, progress=True)
         assert not COMPILED
         assert engine.metrics().compilations_after_warmup == 0
+        assert "of all threads, 0 after warm-up\n" in f"{engine.metrics()}\n"
         assert re.search(r"prefill \d+ tok/s, decode \d+ tok/s", capsys.readouterr().err)
         engine.warmup(progress=False)  # again: nothing to do
         assert not COMPILED
@@ -196,7 +197,7 @@ def test_counts_and_rates() -> None:
         assert metrics.time_to_first_token.mean + 6 * metrics.time_per_output_token.mean == pytest.approx(
             metrics.end_to_end.mean
         )
-        assert "21 tokens" in str(metrics)
+        assert "21 tokens" in str(metrics) and "of all threads, without a warm-up" in str(metrics)
         engine.reset_metrics()
         assert engine.metrics().output_tokens == 0
 

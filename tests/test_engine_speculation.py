@@ -202,6 +202,31 @@ def test_an_n_gram_draft() -> None:
         assert drafted.metrics().preemptions > 0
         check_all(drafted)
         assert 0.1 < drafting(drafted).report.acceptance_rate < 1.0
+        check_time_of_compilations(drafted)
+
+
+def check_time_of_compilations(engine: Engine) -> None:
+    """Steps during which a program was compiled are counted, but their time is not: the host was late to see them."""
+    engine.generate([PROMPTS[0]], PARAMS[0])  # what it may have to compile
+    engine.reset_metrics()
+    engine.generate([PROMPTS[0]], PARAMS[0])
+    before = drafting(engine).metrics()
+    assert before.timed_steps == before.steps != {}
+
+    def compile_in_each_round() -> None:
+        engine.submit(PROMPTS[0], PARAMS[0])
+        while engine.has_work:
+            engine.step()
+            runner(engine).programs.num_compiled += 1
+
+    compile_in_each_round()
+    after = drafting(engine).metrics()
+    assert after.steps[K] > before.steps[K]
+    assert (after.timed_steps, after.step_seconds) == (before.timed_steps, before.step_seconds)
+    engine.reset_metrics()
+    compile_in_each_round()
+    metrics = drafting(engine).metrics()
+    assert metrics.estimated_speedup is None and f"of k = {K} (all while compiling)" in str(metrics)
 
 
 def test_a_self_draft_on_the_target_s_own_pages() -> None:
@@ -443,7 +468,8 @@ def test_drafting_stops_for_large_batches_and_goes_on_for_small_ones(caplog: pyt
             yield chunk
             size = next(size for size in (1, 16) if size >= rows)
             drafted = chunk.num_drafted
-            policy.observe(work(size, chunk, min(2, drafted)), (cost if drafted else 1.0) * chunk.num_steps)
+            seconds = (cost if drafted else 1.0) * chunk.num_steps
+            policy.observe(work(size, chunk, min(2, drafted)), seconds, compiled=False)
 
     assert list(run(1, 1.2, 12))[-1] == Chunk(4, 4, 3.0)
     assert "speculation off" not in caplog.text

@@ -359,6 +359,13 @@ def test_report_by_hand():
     assert "acceptance by position: 67%  50%" in str(report)
     assert "k = 2: 2 steps of 250.00 ms" in str(report)
     assert "plain: 1 steps of 100.00 ms" in str(report)
+    report.add(
+        0, np.array([[0, 0, -1]]), np.array([[0, 0, -1]]), 2, None
+    )  # compiled meanwhile: counts, but not its time
+    report.add(1, np.array([[1, 0, -1]]), np.array([[0, 0, -1]]), 2, None)
+    assert (report.steps, report.timed_steps, report.seconds) == ({2: 2, 0: 2, 1: 1}, {2: 2, 0: 1}, {2: 0.5, 0: 0.1})
+    assert report.estimated_speedup == pytest.approx(9 / 6 * 0.1 / 0.25)
+    assert "plain: 2 steps of 100.00 ms" in str(report) and "k = 1: 1 steps\n" in str(report)
 
 
 def test_spec_bench_prints_the_comparison(tmp_path, capsys: pytest.CaptureFixture[str]):

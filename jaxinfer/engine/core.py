@@ -182,7 +182,10 @@ class EngineCore:
                 self._needed_at = scheduler.num_changes
                 needs = (self._owners[track][0].layout for track in scheduler.running)
                 self._needs = list({id(layout): layout for layout in needs}.values())
+            num_compiled = runner.programs.num_compiled
             works = runner.dispatch(plan, self._requests, self._needs)
+            for work in works:
+                work.num_compiled = num_compiled
             self._scorer.dispatch(scheduler, runner, plan)
             # A round's decode chunk is read in the next round, first tokens before it at once: they are on their way.
             later = works if not plan.decode else works[-1:]
@@ -210,7 +213,8 @@ class EngineCore:
                     work.kind, work.dispatched, work.num_rows, len(work.rows), work.num_tokens
                 )
                 if self._drafting is not None:
-                    self._drafting.observe(work, seconds)
+                    compiled = runner.programs.num_compiled > work.num_compiled
+                    self._drafting.observe(work, seconds, compiled=compiled)
             for result in results:
                 self._take(result)
 

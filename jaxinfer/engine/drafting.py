@@ -66,10 +66,12 @@ class Drafting:
         """The chunk that was planned has come."""
         self._chosen = None
 
-    def observe(self, work: Work, seconds: float) -> None:
-        """Takes in what a program did and how long it took."""
+    def observe(self, work: Work, seconds: float, *, compiled: bool) -> None:
+        """Takes in what a program did and how long it took. With `compiled` something was compiled meanwhile: no figure
+        counts that time, and the policy, which goes by medians, can do with it."""
+        timed = None if compiled else seconds
         if work.kind == "draft":
-            self.catch_up_seconds += seconds
+            self.catch_up_seconds += timed or 0.0
         if work.counts is None or work.chunk is None:
             return
         drafted = work.chunk.num_drafted
@@ -80,11 +82,12 @@ class Drafting:
         rate = float(np.mean(accepted[running]) + 1.0)
         self._rates[drafted] = SMOOTHING * self._rates.get(drafted, rate) + (1 - SMOOTHING) * rate
         self._controller(len(work.rows)).observe(drafted, proposed, accepted, seconds / work.chunk.num_steps)
-        self.draft_seconds += self.pass_seconds.get(len(work.rows), 0.0) * drafted * work.chunk.num_steps
+        if timed is not None:
+            self.draft_seconds += self.pass_seconds.get(len(work.rows), 0.0) * drafted * work.chunk.num_steps
         tokens = int(work.outputs.counts.sum())
-        self.report.add(drafted, proposed, accepted, tokens, seconds)
+        self.report.add(drafted, proposed, accepted, tokens, timed)
         with self.speculation.lock:
-            self.speculation.report.add(drafted, proposed, accepted, tokens, seconds)
+            self.speculation.report.add(drafted, proposed, accepted, tokens, timed)
         if sum(self.report.judged) >= JUDGED_BEFORE_WARNING:
             self.speculation.warn_of_plans(self._target)
 

@@ -22,8 +22,10 @@ class SpeculationMetrics:
     """Of drafting steps over plain ones, as far as both came; see `SpeculationReport.estimated_speedup`."""
     steps: dict[int, int]
     """By drafted length; 0 is plain decoding."""
+    timed_steps: dict[int, int]
+    """Those during which nothing was compiled: the others' time says nothing of steps."""
     step_seconds: dict[int, float]
-    """Of all steps of a length together."""
+    """Of all timed steps of a length together."""
     draft_seconds: float | None
     """Of `step_seconds`, what the draft's passes take by themselves, timed with empty rows by `warmup`; None without.
     A draft that runs no model takes next to nothing, and it is not timed."""
@@ -45,6 +47,7 @@ class SpeculationMetrics:
             tokens_per_step=report.tokens_per_step,
             estimated_speedup=report.estimated_speedup,
             steps=dict(report.steps),
+            timed_steps=dict(report.timed_steps),
             step_seconds=dict(report.seconds),
             draft_seconds=draft_seconds,
             verify_seconds=None if draft_seconds is None else max(0.0, drafted - draft_seconds),
@@ -59,7 +62,8 @@ class SpeculationMetrics:
         lines.append(f"# TYPE {prefix}_accepted_lengths counter")
         counts = enumerate(self.accepted_lengths)
         lines += [f'{prefix}_accepted_lengths{{accepted="{length}"}} {count}' for length, count in counts]
-        for name, values in (("steps", self.steps), ("step_seconds", self.step_seconds)):
+        by_length = {"steps": self.steps, "timed_steps": self.timed_steps, "step_seconds": self.step_seconds}
+        for name, values in by_length.items():
             lines.append(f"# TYPE {prefix}_{name} counter")
             lines += [f'{prefix}_{name}{{drafted="{length}"}} {value:.9g}' for length, value in sorted(values.items())]
         for name in ("acceptance_rate", "mean_accepted_length", "tokens_per_step", "estimated_speedup"):
@@ -73,8 +77,11 @@ class SpeculationMetrics:
     def __str__(self) -> str:
         """Lines of the engine's table."""
         shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_position) or "nothing was drafted"
+        times = {
+            length: f"{1e3 * self.step_seconds[length] / count:.2f} ms" for length, count in self.timed_steps.items()
+        }
         steps = ", ".join(
-            f"{count} {f'of k = {length}' if length else 'plain'} ({1e3 * self.step_seconds[length] / count:.2f} ms)"
+            f"{count} {f'of k = {length}' if length else 'plain'} ({times.get(length, 'all while compiling')})"
             for length, count in sorted(self.steps.items())
         )
         gain = "" if self.estimated_speedup is None else f", estimated speed-up {self.estimated_speedup:.2f}"

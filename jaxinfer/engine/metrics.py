@@ -90,6 +90,8 @@ class EngineMetrics:
     """Share of the busy time that was prefill."""
     compilations: int
     compilations_after_warmup: int
+    is_warm: bool
+    """Whether `warmup` has come: without it nothing is after it."""
     seconds_compiling: float
     speculation: SpeculationMetrics | None = None
     """With a draft."""
@@ -148,7 +150,7 @@ class EngineMetrics:
                 f"device                      busy {self.busy_share:.1%} of {self.seconds:.1f} s, of which prefill "
                 f"{self.prefill_share:.1%}; decode rows {self.batch_occupancy:.1%} full",
                 f"compilations                {self.compilations} in {self.seconds_compiling:.1f} s of all threads, "
-                f"{self.compilations_after_warmup} after warm-up",
+                + (f"{self.compilations_after_warmup} after warm-up" if self.is_warm else "without a warm-up"),
                 *([] if self.speculation is None else [str(self.speculation)]),
             ]
         )

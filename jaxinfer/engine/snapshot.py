@@ -49,6 +49,7 @@ def snapshot(
         prefill_share=meter.busy["prefill"] / busy if busy else 0.0,
         compilations=programs.num_compiled,
         compilations_after_warmup=programs.num_after_warmup,
+        is_warm=programs.is_warm,
         seconds_compiling=programs.seconds_compiling,
         speculation=None if drafting is None else drafting.metrics(),
     )

@@ -37,6 +37,8 @@ class Work:
     """What a decode chunk does."""
     counts: StepCounts | None = None
     """Of a decode chunk with a draft: what became of the proposals; on the device until the work is read."""
+    num_compiled: int = 0
+    """Programs that were compiled before its round. If there are more when it is read, the host was busy meanwhile."""
 
     @property
     def num_rows(self) -> int:

@@ -23,11 +23,16 @@ class SpeculationReport:
     took back. Every row's first token comes from its prompt's pass and is not counted."""
     steps: dict[int, int] = dataclasses.field(default_factory=dict)
     """Steps of the batch, by drafted length."""
+    timed_steps: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Those whose time is known: an engine leaves out steps during which a program was compiled."""
     seconds: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Wall-clock seconds of these steps (first ones with compilation)."""
+    """Wall-clock seconds of the timed steps (those of `generate`: the first with compilation)."""
 
-    def add(self, num_drafted: int, proposed: np.ndarray, accepted: np.ndarray, tokens: int, seconds: float) -> None:
-        """Adds a chunk: `proposed`, `accepted` int [steps, batch], -1 where a row was idle."""
+    def add(
+        self, num_drafted: int, proposed: np.ndarray, accepted: np.ndarray, tokens: int, seconds: float | None
+    ) -> None:
+        """Adds a chunk: `proposed`, `accepted` int [steps, batch], -1 where a row was idle. `seconds` are None where
+        they say nothing of the steps."""
         while len(self.judged) < num_drafted:
             self.judged.append(0)
             self.accepted.append(0)
@@ -42,7 +47,9 @@ class SpeculationReport:
         self.row_steps[num_drafted] = self.row_steps.get(num_drafted, 0) + int(np.sum(proposed >= 0))
         self.tokens[num_drafted] = self.tokens.get(num_drafted, 0) + tokens
         self.steps[num_drafted] = self.steps.get(num_drafted, 0) + len(proposed)
-        self.seconds[num_drafted] = self.seconds.get(num_drafted, 0.0) + seconds
+        if seconds is not None:
+            self.timed_steps[num_drafted] = self.timed_steps.get(num_drafted, 0) + len(proposed)
+            self.seconds[num_drafted] = self.seconds.get(num_drafted, 0.0) + seconds
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
@@ -67,14 +74,19 @@ class SpeculationReport:
         return gained / steps if steps else 1.0
 
     @property
+    def seconds_per_step(self) -> dict[int, float]:
+        """Mean seconds of a timed step, by drafted length."""
+        return {length: self.seconds[length] / count for length, count in self.timed_steps.items()}
+
+    @property
     def estimated_speedup(self) -> float | None:
-        """Tokens a second of drafting steps over those of plain ones; None unless there were steps of both kinds.
+        """Tokens a second of drafting steps over those of plain ones; None unless steps of both kinds were timed.
 
         An estimate: the steps were of other tokens, and in an engine of other batches. `jaxinfer spec-bench` compares
         the same prompts.
         """
-        plain = _ratio(self.seconds.get(0, 0.0), self.steps.get(0, 0))
-        drafting = _ratio(*(sum(by[length] for length in by if length) for by in (self.seconds, self.steps)))
+        plain = self.seconds_per_step.get(0)
+        drafting = _ratio(*(sum(by[length] for length in by if length) for by in (self.seconds, self.timed_steps)))
         return self.tokens_per_step * plain / drafting if plain and drafting else None
 
     def __str__(self) -> str:
@@ -85,9 +97,11 @@ class SpeculationReport:
             f"{sum(self.tokens.values())} tokens",
         ]
         for length in sorted(self.steps):
-            milliseconds = 1e3 * _ratio(self.seconds[length], self.steps[length])
+            seconds = self.seconds_per_step.get(length)
             kind = "plain" if length == 0 else f"k = {length}"
-            lines.append(f"{kind}: {self.steps[length]} steps of {milliseconds:.2f} ms")
+            lines.append(
+                f"{kind}: {self.steps[length]} steps" + ("" if seconds is None else f" of {1e3 * seconds:.2f} ms")
+            )
         if self.estimated_speedup is not None:
             lines.append(f"estimated speed-up of drafting {self.estimated_speedup:.2f}")
         return "\n".join([*lines, *bars(self.histogram)])
