@@ -6,7 +6,10 @@ import argparse
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Beside those of loading: what is to be generated, where, and how the answer is shown."""
     parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens of a sequence, output included; default, and at most, the model's own"
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens of a sequence, output included; default, and at most, the model's own",
     )
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences at once (1)")
     parser.add_argument(
