@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxinfer.checkpoint_weights import check_bytes
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
+from jaxinfer.memory import shown_bytes
 from jaxinfer.params import Piece, from_pieces, piece_owner, piece_specs
 
 log = logging.getLogger("jaxinfer")
@@ -41,9 +42,10 @@ def announce(params: Params, config: ModelConfig, dtype: jnp.dtype, name: str) -
     """
     needed = copied_bytes(params, config, dtype)
     if not needed:
-        log.warning("%s: no weight is packed; prefill_dtype=%s changes nothing", name, dtype)
+        log.warning("%s: no weight is packed: prefill_dtype=%s is the dtype of all, and no copy is kept", name, dtype)
         return False
-    log.warning("%s: prefill_dtype=%s keeps a second copy of the packed weights, %.3g GB", name, dtype, needed / 1e9)
+    size = shown_bytes(needed)
+    log.warning("%s: prefill_dtype=%s keeps a second copy of the packed weights, %s", name, dtype, size)
     check_bytes(needed, name, f"a second copy for prefill_dtype={dtype} takes", "leave prefill_dtype out")
     return True
 

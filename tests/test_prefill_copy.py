@@ -11,6 +11,7 @@ import pytest
 import jaxinfer as ji
 from jaxinfer import kv_cache, prefill_copy, steps
 from jaxinfer.layers.weights import ScaledCodes
+from jaxinfer.memory import shown_bytes
 from jaxinfer.quantization.plan import PRESETS
 
 FOLDER = families.BY_NAME["llama"].folder
@@ -40,7 +41,7 @@ def test_prompts_by_the_copy_and_decoding_by_the_codes(caplog: pytest.LogCapture
     assert copy.attn_norm is layer.attn_norm and both.prompt_params.embed_tokens is both.params.embed_tokens
     weights = jax.tree.leaves((copy.qkv, copy.o, copy.gate_up, copy.down))
     linear = sum(leaf.nbytes for leaf in weights) * len(both.params.layers)
-    assert f"keeps a second copy of the packed weights, {linear / 1e9:.3g} GB" in caplog.text
+    assert f"keeps a second copy of the packed weights, {shown_bytes(linear)}\n" in caplog.text
     params = ji.SamplingParams(max_tokens=2, temperature=0.0, logprobs=3, ignore_eos=True)
     wanted = [jax.nn.log_softmax(logits[: both.config.num_tokens]) for logits in expected_logits(original, both)]
     tables = ji.generate(both, PROMPT, params)[0].completions[0].logprobs
@@ -74,7 +75,7 @@ def test_what_makes_no_sense_is_refused_or_said(
     with pytest.raises(ValueError, match="prefill_dtype='bfloat16' and dtype='float32': they have to agree"):
         ji.load(FOLDER, dtype="float32", quantize="int4", prefill_dtype="bfloat16")
     assert ji.load(FOLDER, prefill_dtype="float32").prefill_params is None
-    assert "no weight is packed; prefill_dtype=float32 changes nothing" in caplog.text
+    assert "no weight is packed: prefill_dtype=float32 is the dtype of all, and no copy is kept" in caplog.text
     packed = ji.load(FOLDER, quantize="int4")
     monkeypatch.setattr("jaxinfer.checkpoint_weights.free_device_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"second copy for prefill_dtype=float32 takes .* leave prefill_dtype out"):
