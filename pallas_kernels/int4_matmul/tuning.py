@@ -44,7 +44,7 @@ def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion
 
 def _may_be_scaled(plan: Plan, weight: Packed) -> bool:
     """Only what has run on a GPU: more groups, kinds and surroundings would do. 16 rows were not faster."""
-    around = plan.rows == 1 or plan.fusion == PLAIN
+    around = plan.fusion == PLAIN or (plan.rows == 1 and plan.fusion.gated and plan.fusion.norm_eps is not None)
     measured = plan.bits == 4 and weight.kind == "zero_point" and plan.group_size == PART
     return measured and around and plan.rows <= max(SCALED_SHAPES)
 
