@@ -30,7 +30,8 @@ def progress_bar(*, total: int, shown: bool, **options: Any) -> tqdm:
 
 def is_watched() -> bool:
     """Whether somebody sees standard error as it is drawn: on a terminal, or in a notebook."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    kernel = sys.modules.get("ipykernel.kernelapp")  # which others may import too
+    return sys.stderr.isatty() or (kernel is not None and kernel.IPKernelApp.initialized())
 
 
 class _Lines:

@@ -1,7 +1,6 @@
 """Progress in a log: lines that can be read, now and then, and none for work that is short."""
 
 import re
-import sys
 
 import pytest
 
@@ -13,7 +12,6 @@ from checkpoints.progress import progress_bar
 def clock(monkeypatch: pytest.MonkeyPatch):
     """Seconds that pass when a test says so, for tqdm."""
     monkeypatch.setattr(progress, "LOG_INTERVAL", 10.0)  # which `conftest.py` has made endless
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # the notebooks' tests import it, which looks watched
     now = [1000.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
 
