@@ -2,10 +2,12 @@
 
     python -m benchmarks.store                       # about 1 GB on this machine, which may be a CPU
     python -m benchmarks.store --shape llama-3-8b    # 6 GB; needs 13 GB of disk for a while
+    python -m benchmarks.store --cached              # never from the disk: no time is spent on emptying the file cache
 
 Writes a checkpoint of a shape with random codes (compressed-tensors, 4 bits, groups of 128), makes a store of it, and
 loads each in a process of its own with nothing of it in the file cache. Then, in one process and in turns, the store
 and a plain read of its arrays' files into memory of its own, by one thread and by eight; the fastest of each counts.
+Every line says whether its files were "cold" or "cached".
 """
 
 import argparse
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import ml_dtypes
@@ -123,7 +125,7 @@ def plain_read(files: list[pathlib.Path], threads: int) -> float:
     return elapsed
 
 
-def rates(store: pathlib.Path, repeats: int) -> dict[str, float]:
+def rates(store: pathlib.Path, repeats: int, states: Sequence[str]) -> dict[str, float]:
     """Seconds of a load of the store and of plain reads, cold and cached, the least of some in turns."""
     from jaxinfer.model import load  # this process may take the device only now
 
@@ -141,8 +143,9 @@ def rates(store: pathlib.Path, repeats: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for _ in range(repeats):
         for name, run in runs.items():
-            evict(files)
-            for state in ("cold", "cached"):
+            for state in states:
+                if state == "cold":
+                    evict(files)
                 found[f"{name}_{state}"] = min(found.get(f"{name}_{state}", float("inf")), run())
     return found
 
@@ -165,16 +168,20 @@ def main() -> None:
     parser.add_argument("--shape", help="of benchmarks/shapes; default: nine layers of llama-3-8b")
     parser.add_argument("--folder", type=pathlib.Path, help="where to write; default: the temporary folder")
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--cached", action="store_true", help="files stay in the file cache; nothing is read cold")
     parser.add_argument("--results", type=pathlib.Path, default=None, help="folder for the JSON lines")
     arguments = parser.parse_args()
     folder = pathlib.Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
-        measure(folder, arguments.shape, arguments.repeats, arguments.results)
+        states = ("cached",) if arguments.cached else ("cold", "cached")
+        measure(folder, arguments.shape, arguments.repeats, states, arguments.results)
     finally:
         shutil.rmtree(folder)
 
 
-def measure(folder: pathlib.Path, shape: str | None, repeats: int, results: pathlib.Path | None) -> None:
+def measure(
+    folder: pathlib.Path, shape: str | None, repeats: int, states: Sequence[str], results: pathlib.Path | None
+) -> None:
     """What other processes measure comes first: they need the device that this one holds afterwards."""
     source, store = folder / "checkpoint", folder / "store"
     source.mkdir()
@@ -188,15 +195,16 @@ def measure(folder: pathlib.Path, shape: str | None, repeats: int, results: path
     files = {"safetensors": list(source.glob("*.safetensors")), "store": arrays_of(store)}
     loads = {}
     for name, path in (("safetensors", source), ("store", store)):
-        evict(files[name])
+        if states[0] == "cold":
+            evict(files[name])
         loads[name] = json.loads(in_own_process(LOAD, str(path)))
         print(f"loaded from {name} in {loads[name]['seconds']:.1f} s", flush=True)
     shutil.rmtree(source)
     stored = sum(file.stat().st_size for file in files["store"]) / 1e9
-    seconds = rates(store, repeats)
+    seconds = rates(store, repeats, states)
     recorder = Recorder("store", results) if results else Recorder("store")
     case: dict[str, object] = {"shape": shape or "llama-3-8b, 9 layers", "weights": "int4 g128", "gb": round(stored, 2)}
-    for state in ("cold", "cached"):
+    for state in states:
         here = {name: seconds[f"{name}_{state}"] for name in ("store", "plain_1_thread", "plain_8_threads")}
         metrics = {f"{name}_gb_per_s": (stored / taken, "GB/s") for name, taken in here.items()}
         plain = min(here["plain_1_thread"], here["plain_8_threads"])
@@ -204,7 +212,7 @@ def measure(folder: pathlib.Path, shape: str | None, repeats: int, results: path
     for name, load in loads.items():
         metrics = {"load_s": (load["seconds"], "s"), "model_gb": (load["model"] / 1e9, "GB")}
         metrics |= {f"peak_{place}_gb": (load[place] / 1e9, "GB") for place in ("host", "device") if load[place]}
-        recorder.record({**case, "from": name, "layout": load["layout"]}, metrics)
+        recorder.record({**case, "files": states[0], "from": name, "layout": load["layout"]}, metrics)
     recorder.record(case, {"create_s": (create_seconds, "s")})
 
 
