@@ -74,15 +74,18 @@ def _explain(name: str, repository: str, file: str, error: BaseException) -> str
         RepositoryNotFoundError,
     )
 
-    cause = error.__cause__ or error
-    if isinstance(cause, GatedRepoError):
-        return f"{repository} is gated: accept its terms on its Hugging Face page, then run `hf auth login`"
-    if isinstance(cause, RepositoryNotFoundError):
-        return f"{repository} is not on the Hugging Face Hub, or is private; check the name, or run `hf auth login`"
-    if isinstance(cause, RemoteEntryNotFoundError):
-        return f"{repository} has no file {file}; its page on the Hugging Face Hub lists those it has"
-    if isinstance(cause, OfflineModeIsEnabled):
-        return f"{name} is not in the local cache and HF_HUB_OFFLINE is set; unset it, or give the path of a folder"
+    # What the Hub said is the error itself, or what made huggingface_hub look into its cache in vain.
+    causes = [error, *([error.__cause__] if error.__cause__ else [])]
+    for cause in causes:
+        if isinstance(cause, GatedRepoError):
+            return f"{repository} is gated: accept its terms on its Hugging Face page, then run `hf auth login`"
+        if isinstance(cause, RepositoryNotFoundError):
+            return f"{repository} is not on the Hugging Face Hub, or is private; check the name, or run `hf auth login`"
+        if isinstance(cause, RemoteEntryNotFoundError):
+            return f"{repository} has no file {file}; its page on the Hugging Face Hub lists those it has"
+        if isinstance(cause, OfflineModeIsEnabled):
+            return f"{name} is not in the local cache and HF_HUB_OFFLINE is set; unset it, or give the path of a folder"
+    cause = causes[-1]
     reason = (str(cause).splitlines() or [""])[0]
     return (
         f"cannot fetch {name} from the Hugging Face Hub ({type(cause).__name__}: {reason}); check the network, "
