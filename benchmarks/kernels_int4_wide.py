@@ -40,21 +40,23 @@ CASES = [
 ]
 
 
-def plain(batch: int, pending: int, turns: bool = False) -> dict[str, Any]:
-    return {"plain": True, "batch": batch, "pending": pending, "turns": turns}
-
-
+TURNS: dict[str, Any] = {"turns": True}
+BROAD: dict[str, Any] = {"tokens": 128, "tiles": 2, "slices": 4, "cluster": 2, "blocks": 132, "turns": True}
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (64, "up", [{}, plain(4, 1), plain(1, 2), plain(2, 1), plain(2, 2), plain(1, 1), plain(1, 3)]),
-    (256, "up", [{}, plain(1, 2), plain(2, 1), plain(1, 1), plain(2, 1, turns=True)]),
-    (128, "qkv", [{}, plain(1, 2), plain(2, 1)]),
-    (256, "o", [{}, plain(1, 2), plain(2, 1)]),
-    (512, "qkv", [plain(1, 2), plain(2, 1)]),
-    (1024, "up", [plain(1, 2), plain(2, 1)]),
-    (64, "o", [plain(1, 2)]),
-    (64, "down", [plain(1, 2)]),
-    (64, "qkv", [plain(1, 2)]),
-    (1024, "o", [plain(1, 2)]),
+    (16, "up", [{"tokens": 16, "tiles": 1, "slices": 1, "cluster": c, "blocks": 112} for c in (1, 2, 4)]),
+    (16, "up", [{"tokens": 16, "tiles": 2, "slices": 2, "cluster": 2, "blocks": 132}]),
+    (256, "down", [{}, TURNS, BROAD]),
+    (256, "gate_up", [{}, TURNS]),
+    (256, "qkv", [{}, TURNS]),
+    (256, "o", [TURNS, {"tokens": 64, "slices": 1}]),
+    (128, "down", [{}, {"tiles": 2, "slices": 8, "cluster": 2, "turns": True}]),
+    (128, "gate_up", [{}, TURNS]),
+    (128, "o", [{}]),
+    (512, "qkv", [{}, TURNS]),
+    (1024, "up", [TURNS]),
+    (1024, "o", [TURNS]),
+    (192, "down", [{}]),
+    (512, "down", [TURNS]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
@@ -132,8 +134,7 @@ def run(
     error = float(jnp.linalg.norm(first.astype(jnp.float32) - tokens.expected) / jnp.linalg.norm(tokens.expected))
     same = all(bool(jnp.array_equal(first, other)) for other in others)
     s = schedule
-    name = f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.added}a{s.cluster}c{s.stages}d"
-    name += " turns" * s.turns + f" plain {s.batch}b{s.pending}p" * s.plain
+    name = f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.cluster}c{s.stages}d" + " turns" * s.turns
     right = same and error < 1e-2
     note = f"{rows} {shape} {name}: error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'}"
     note += "" if right else " WRONG"

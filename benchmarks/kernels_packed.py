@@ -21,7 +21,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.harness import RESULTS, Recorder
 from benchmarks.kernels_int4 import BF16, ROTATED_BYTES, UP
-from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, dequantize, int4_matmul
+from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, dequantize, int4_matmul, is_whole
 
 MAGNITUDES = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float32)
 BOOKS = {
@@ -38,7 +38,6 @@ class Kind:
     group: int
     scales: jnp.dtype
     beside: str = ""
-    whole: bool = False
 
     def weight(self, seed: int, k: int, n: int) -> Packed:
         """A random one in the kernel's layout: any bits are valid codes."""
@@ -53,8 +52,9 @@ class Kind:
             offsets = jax.random.randint(keys[2], shape, 0, 2**self.bits, jnp.int32).astype(jnp.uint8)
         if self.bits == 8:
             return PackedInt8(words, scales, offsets, (n, k), self.group, "mosaic")
-        book = jnp.asarray(BOOKS[self.beside], jnp.float32) if self.beside in BOOKS else None
-        return PackedInt4(words, scales, offsets, book, (n, k), self.group, "mosaic", self.whole)
+        book = BOOKS.get(self.beside)
+        whole, book = is_whole(book), None if book is None else jnp.asarray(book, jnp.float32)
+        return PackedInt4(words, scales, offsets, book, (n, k), self.group, "mosaic", whole)
 
 
 KINDS = {
@@ -63,14 +63,12 @@ KINDS = {
     "Q8_0": Kind(8, 32, jnp.dtype(jnp.float16)),
     "Q6_K": Kind(8, 16, jnp.dtype(jnp.float32)),
     "MXFP4": Kind(4, 32, BF16, "FP4"),
-    "MXFP4 bytes": Kind(4, 32, BF16, "FP4", whole=True),
-    "NVFP4 bytes": Kind(4, 16, BF16, "FP4", whole=True),
     "NVFP4": Kind(4, 16, BF16, "FP4"),
     "NF4": Kind(4, 64, jnp.dtype(jnp.float32), "NF4"),
 }
 CASES = [
-    *((name, 1) for name in ("MXFP4 bytes", "MXFP4", "NVFP4 bytes", "NVFP4", "INT4", "NF4", "Q6_K")),
-    *((name, 8) for name in ("MXFP4 bytes", "MXFP4", "GPTQ-8", "Q8_0", "NF4")),
+    *((name, 1) for name in ("MXFP4", "NVFP4", "INT4", "NF4", "Q6_K")),
+    *((name, 8) for name in ("MXFP4", "NVFP4", "GPTQ-8", "Q8_0", "NF4")),
     *((name, rows) for rows in (64, 16) for name in ("MXFP4", "GPTQ-8", "Q8_0")),
 ]
 

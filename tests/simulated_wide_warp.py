@@ -16,14 +16,9 @@ from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
 from pallas_kernels.int4_matmul import mosaic, wide, wide_arrange, wide_dequantize
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.wide_plan import BOX, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
 BF16 = ml_dtypes.bfloat16
-
-
-def swizzled(addresses: np.ndarray) -> np.ndarray:
-    """Where bytes lie: pieces of 16 bytes change places among eight, by the line of 128 bytes they are in."""
-    return addresses ^ (addresses // 128 % 8 * 16)
 
 
 class Barriers:
@@ -180,25 +175,6 @@ class SimulatedWideWarp(SimulatedInt4Warp):
                 self.cluster.smem[block].view(np.uint8)[destination : destination + nbytes] = data
                 self.barriers.update(block, int(barrier[lane]), nbytes=-nbytes)
 
-    def copy_box(
-        self,
-        address: np.ndarray,
-        boxes: tuple[np.ndarray, int, int],
-        column: np.ndarray,
-        row: np.ndarray,
-        barrier: np.ndarray,
-        blocks: int,
-        predicate: np.ndarray,
-    ) -> None:
-        array, rows, columns = boxes
-        for lane in np.flatnonzero(predicate):
-            there = array[row[lane] :, column[lane] :][:rows, :columns]
-            box = np.pad(there, ((0, rows - there.shape[0]), (0, columns - there.shape[1]))).view(np.uint8)
-            places = swizzled(int(address[lane]) + np.arange(box.size))
-            for block in range(blocks) if blocks > 1 else [self.block]:
-                self.cluster.smem[block].view(np.uint8)[places] = box.reshape(-1)
-                self.barriers.update(block, int(barrier[lane]), nbytes=-box.size)
-
     def store_at(
         self,
         ref: np.ndarray,
@@ -220,12 +196,6 @@ class SimulatedWideWarp(SimulatedInt4Warp):
                 start = int(address[8 * matrix + column]) + constant
                 assert start % 16 == 0, "unaligned shared write"
                 self.bytes[start : start + 16] = np.ascontiguousarray(halves[:, column]).view(np.uint8)
-
-    def send(self, address: np.ndarray, numbers: Sequence[np.ndarray], block: np.ndarray) -> None:
-        assert (address % 16 == 0).all(), "unaligned shared write"
-        for lane in range(32):
-            target = self.cluster.smem[block[lane]].view(np.float32)
-            target[address[lane] // 4 : address[lane] // 4 + 4] = [number[lane] for number in numbers]
 
     def warpgroup_barrier(self) -> None:
         self.barriers.together(self.block, int(self.warp[0]) // 4).wait()
@@ -265,16 +235,12 @@ class SimulatedWideWarp(SimulatedInt4Warp):
         assert uniform(address) % 16 == 0
         return uniform(address), tokens
 
-    def swizzled_matrix(self, address: np.ndarray) -> tuple[int, None]:
-        assert uniform(address) % 1024 == 0
-        return uniform(address), None
-
     def wgmma(
-        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], matrix: tuple[int, int | None], advance: int
+        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], matrix: tuple[int, int], advance: int
     ) -> list[np.ndarray]:
         """This warp's 16 rows of the product; fragment layouts as the PTX manual gives them."""
         start, tokens = matrix[0] + advance, 2 * len(acc)
-        assert matrix[1] in (None, tokens)
+        assert matrix[1] == tokens
         sums = [np.full(32, np.nan, np.float32) for _ in acc]
         before, words = list(acc), [word.copy() for word in a]
 
@@ -285,12 +251,8 @@ class SimulatedWideWarp(SimulatedInt4Warp):
                 for half in range(2):
                     left[group + 8 * (i % 2), 8 * (i // 2) + 2 * quad + half] = self._numbers(word)[:, half]
             # 8 x 8 matrices of [8 tokens, 16 bytes]: the next tokens' follows, the next inputs' comes after all tokens.
-            if matrix[1] is None:
-                places = swizzled(start + np.arange(tokens)[:, None] * 128 + np.arange(32))
-                right = self.bytes[places].view(BF16).astype(np.float32).T
-            else:
-                piece = self.bytes[start : start + 2 * 16 * tokens].copy().view(BF16).astype(np.float32)
-                right = piece.reshape(2, tokens, 8).transpose(0, 2, 1).reshape(16, tokens)
+            piece = self.bytes[start : start + 2 * 16 * tokens].copy().view(BF16).astype(np.float32)
+            right = piece.reshape(2, tokens, 8).transpose(0, 2, 1).reshape(16, tokens)
             for i, value in enumerate(before):
                 total[group + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * quad + i % 2] = value
             total = total + left @ right
@@ -322,10 +284,7 @@ def simulate(x: np.ndarray, weight: Packed, schedule: WideSchedule, out_dtype: s
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
     out = np.full(schedule.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
-    if schedule.plain:
-        image = (x, plan.box_tokens, BOX)
-    else:
-        image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
+    image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
     arguments = _arguments(weight, image, out, out_dtype)
     for cluster in range(plan.clusters):
         _run_cluster(plan, arguments, cluster)
@@ -374,4 +333,4 @@ def _run_cluster(plan: WidePlan, arguments: Any, cluster: int) -> None:
         wide.multiply(w, plan, arguments, w.integer(cluster), w.integer(rank))
 
     warps = plan.consumer_warps + 4
-    run_cluster(plan.cluster_blocks, warps, plan.shared_bytes, program)
+    run_cluster(plan.schedule.cluster, warps, plan.shared_bytes, program)

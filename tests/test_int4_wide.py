@@ -1,6 +1,5 @@
 """The INT4 matrix product for many rows: on simulated warps, lowered for CUDA, on the GPU; its schedules."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -58,19 +57,19 @@ def truncation(plan: WidePlan) -> float:
     at most 2^-24 of the sum. With inputs of random signs the sum after step t of n has on average t / n of the result
     in it, so the losses add up to n / 2 x 2^-24. The rest is what rounding does to few steps.
     """
-    steps = -(-plan.steps // plan.all_slices) * STAGE // 16
+    steps = -(-plan.steps // plan.schedule.slices) * STAGE // 16
     return steps / 2 * 2**-24 + 1e-6
 
 
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features", "group_size", "kind", "schedule"),
     [
-        (20, 200, 384, 128, "zero_point", WideSchedule(24, stages=3, blocks=1, plain=True)),
-        (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=3, slices=2, blocks=3, turns=True, plain=True)),
+        (20, 200, 384, 128, "zero_point", WideSchedule(24, stages=3, blocks=1)),
+        (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=3, slices=2, blocks=3, turns=True)),
         (40, 136, 320, 64, "minimum", WideSchedule(16, tiles=2, stages=2, blocks=2)),
-        (17, 40, 200, 16, "zero_point", WideSchedule(8, warpgroups=1, stages=2, cluster=2, blocks=2, plain=True)),
-        (33, 264, 640, -1, "minimum", WideSchedule(24, warpgroups=4, slices=2, added=2, stages=2)),
-        (33, 520, 256, 256, "zero_point", WideSchedule(48, tiles=2, cluster=4, stages=2, blocks=4, plain=True)),
+        (17, 40, 200, 16, "zero_point", WideSchedule(8, warpgroups=1, stages=2, cluster=2, blocks=2)),
+        (33, 264, 640, -1, "minimum", WideSchedule(24, warpgroups=4, slices=3, stages=2)),
+        (33, 520, 256, 256, "zero_point", WideSchedule(48, tiles=2, cluster=4, stages=2, blocks=4)),
         (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8, turns=True)),
     ],
 )
@@ -94,7 +93,7 @@ def test_scales_of_more_bits_than_bfloat16(kind: str, dtype: type) -> None:
     ("rows", "out_features", "schedule"),
     [
         (24, 72, WideSchedule(24, warpgroups=1, stages=2)),
-        (20, 72, WideSchedule(24, warpgroups=1, stages=3, added=2)),
+        (20, 72, WideSchedule(24, warpgroups=1, stages=3)),
         (100, 136, WideSchedule(56, warpgroups=1, tiles=2, stages=2)),
         (139, 80, WideSchedule(72, stages=2, cluster=2, blocks=2)),
     ],
@@ -188,8 +187,7 @@ def test_schedules_fit_the_card(group_size: int) -> None:
         schedule = wide_tuning.wide_schedule(rows, weight)
         plan = WidePlan.of(rows, weight, schedule)
         assert plan.shared_bytes <= 227 * 1024
-        assert plan.clusters * plan.cluster_blocks <= 132
-        assert min(schedule.added, schedule.cluster) == 1
+        assert plan.clusters * schedule.cluster <= 132
         assert schedule.tokens % 8 == 0
         assert schedule.tokens * schedule.tiles <= 256
         assert schedule.slices <= plan.steps
@@ -198,19 +196,17 @@ def test_schedules_fit_the_card(group_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "shape", "group_size", "kind", "plain"),
+    ("rows", "shape", "group_size", "kind"),
     [
-        (17, (576, 1536), 32, "minimum", False),
-        (64, (14336, 4096), 128, "zero_point", True),
-        (100, (4096, 14336), 64, "symmetric", False),
-        (2048, (72, 64), 16, "zero_point", True),
+        (17, (576, 1536), 32, "minimum"),
+        (64, (14336, 4096), 128, "zero_point"),
+        (100, (4096, 14336), 64, "symmetric"),
+        (2048, (72, 64), 16, "zero_point"),
     ],
 )
-def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int], group_size: int, kind: str, plain: bool) -> None:
+def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int], group_size: int, kind: str) -> None:
     weight = described(*shape, group_size, kind)
     schedule = wide_tuning.wide_schedule(rows, weight)
-    if plain:
-        schedule = dataclasses.replace(schedule, plain=True, batch=1, pending=2)
     x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
 
     def product(x: jax.Array, w: PackedInt4) -> jax.Array:
@@ -260,18 +256,16 @@ def test_unpacking_on_the_gpu(out_features: int, in_features: int, group_size: i
     [
         WideSchedule(64, stages=3, blocks=16),
         WideSchedule(64, slices=3, cluster=2, stages=9, blocks=16),
-        WideSchedule(64, warpgroups=4, added=4, stages=6),
+        WideSchedule(64, warpgroups=4, slices=4, stages=6),
         WideSchedule(64, cluster=4, stages=7, blocks=16),
-        WideSchedule(32, tiles=2, slices=2, added=3, stages=4),
+        WideSchedule(32, tiles=2, slices=2, stages=4),
         WideSchedule(128, cluster=2, stages=5, blocks=16),
         WideSchedule(64, tiles=2, cluster=4, stages=6, blocks=16),
         WideSchedule(128, tiles=2, stages=4, blocks=16),
-        WideSchedule(128, tiles=2, added=2, stages=4),
         WideSchedule(64, cluster=2, stages=8, blocks=16, turns=True),
         WideSchedule(128, tiles=2, stages=4, blocks=16, turns=True),
-        WideSchedule(64, cluster=4, stages=8, blocks=16, turns=True, plain=True),
-        WideSchedule(104, tiles=2, cluster=2, stages=4, blocks=16, turns=True, plain=True),
-        WideSchedule(64, added=3, stages=6, plain=True),
+        WideSchedule(64, cluster=4, stages=8, blocks=16, turns=True),
+        WideSchedule(104, tiles=2, cluster=2, stages=4, blocks=16, turns=True),
     ],
 )
 def test_schedules_on_the_gpu(schedule: WideSchedule) -> None:

@@ -131,7 +131,7 @@ def test_code_books_on_simulated_warps(book: str) -> None:
         assert relative_error(out, in_float64(x, values_of(weight))) < 1e-6
         assert relative_error(out, in_float64(x, exact)) < (1e-6 if book in EXACT else 4e-3)
     x = tokens(20, 320)
-    many = simulate_many(x, packed, WideSchedule(24, warpgroups=1, stages=2, plain=True))[0]
+    many = simulate_many(x, packed, WideSchedule(24, warpgroups=1, stages=2))[0]
     assert relative_error(many, in_float64(x, exact)) < (2.5e-3 if book in EXACT else 5e-3)
     unpacked = simulate_dequantize(packed).astype(np.float64)
     assert (np.abs(unpacked - exact) <= np.abs(exact) / (128 if book in EXACT else 64)).all()
@@ -154,7 +154,7 @@ def test_codes_of_8_bits_on_simulated_warps(rows, in_features, group_size, kind,
     few = simulate_few(x, int8_to_mosaic(weight), schedule).astype(np.float64).sum(0)
     assert relative_error(few, in_float64(x, values_of(weight))) < 2e-6
     x = tokens(20, in_features)
-    many = simulate_many(x, int8_to_mosaic(weight), WideSchedule(24, warpgroups=1, stages=2, plain=True))[0]
+    many = simulate_many(x, int8_to_mosaic(weight), WideSchedule(24, warpgroups=1, stages=2))[0]
     if dtype is BF16:
         assert relative_error(many, in_float64(x, values_of(weight, BF16))) < 1e-6
     assert relative_error(many, in_float64(x, values_of(weight))) < 3.5e-3

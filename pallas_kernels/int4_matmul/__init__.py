@@ -1,7 +1,15 @@
 """Matrix product with packed weights of 4 or 8 bits."""
 
 from pallas_kernels.int4_matmul.api import fused_refusal, int4_matmul, int4_matmul_fused, to_kernel_layout
-from pallas_kernels.int4_matmul.packing import PackedInt4, from_codes, to_canonical, to_mosaic, to_triton, unpack_codes
+from pallas_kernels.int4_matmul.packing import (
+    PackedInt4,
+    from_codes,
+    is_whole,
+    to_canonical,
+    to_mosaic,
+    to_triton,
+    unpack_codes,
+)
 from pallas_kernels.int4_matmul.packing_int8 import (
     Packed,
     PackedInt8,
@@ -26,6 +34,7 @@ __all__ = [
     "int8_to_canonical",
     "int8_to_mosaic",
     "int8_to_triton",
+    "is_whole",
     "to_canonical",
     "to_kernel_layout",
     "to_mosaic",

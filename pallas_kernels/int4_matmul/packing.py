@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from pallas_kernels.int4_matmul import triton_layout
 
@@ -41,8 +43,8 @@ class PackedInt4:
     | mosaic | int32[ceil(out / 16), ceil(in / 64), 128], see `to_mosaic` | [ceil(out / 16), groups, 16] |
     | triton | int16[ceil(out / 16), ceil(in / 128), 16, 32], see `triton_layout.pack` | [groups, 16 * ceil(out / 16)] |
 
-    `shape` is (out_features, in_features) without padding. `whole`: the book's numbers are known to be whole multiples,
-    up to 127, of the smallest that is not zero, as those of FP4 and IQ4_NL are: a kernel can take them for bytes.
+    `shape` is (out_features, in_features) without padding. `whole`: what `is_whole` says of the book; a kernel can take
+    such numbers for bytes.
     """
 
     codes: Any
@@ -78,7 +80,23 @@ def from_codes(codes: Any, scales: Any, offsets: Any = None, *, group_size: int,
     even, odd = codes[:, 0::2], codes[:, 1::2]
     odd = xp.pad(odd, ((0, 0), (0, even.shape[1] - odd.shape[1])))
     packed = even | (odd << xp.uint8(4))
-    return PackedInt4(packed, scales, offsets, book, tuple(codes.shape), group_size)
+    return PackedInt4(packed, scales, offsets, book, tuple(codes.shape), group_size, whole=is_whole(book))
+
+
+def is_whole(book: Any) -> bool:
+    """Whether a book's numbers are known to be whole multiples, up to 127, of the smallest that is not zero.
+
+    Those of FP4 are, whatever factor a file has multiplied them by, and IQ4_NL's. Nothing is known of a book that is
+    being traced.
+    """
+    if book is None or isinstance(book, Tracer | jax.ShapeDtypeStruct):
+        return False
+    numbers = np.asarray(book, np.float64)
+    magnitudes = np.abs(numbers[numbers != 0])
+    if not np.isfinite(numbers).all() or not magnitudes.size:
+        return False
+    multiples = magnitudes / magnitudes.min()
+    return bool(multiples.max() < 127.5 and (np.abs(multiples - np.rint(multiples)) < 1e-4).all())
 
 
 def check_groups(codes: Any, scales: Any, offsets: Any, group_size: int, *, largest: int) -> int:
@@ -198,13 +216,14 @@ def to_canonical(weight: PackedInt4) -> PackedInt4:
     """Undoes `to_mosaic` or `to_triton` exactly; a canonical weight comes back as it is."""
     if weight.layout == "canonical":
         return weight
-    return from_codes(
+    canonical = from_codes(
         unpack_codes(weight),
         by_row(weight.scales, weight),
         None if weight.offsets is None else by_row(weight.offsets, weight),
         group_size=weight.group_size,
         book=weight.book,
     )
+    return dataclasses.replace(canonical, whole=weight.whole)  # which a traced book does not show
 
 
 def _bits(array: Any, dtype: Any) -> Any:

@@ -3,11 +3,11 @@
 The product is computed as out^T = W x^T with `wgmma`: 64 output features of a warpgroup, dequantised in registers, are
 its large operand, 8 to 256 tokens in shared memory the small one. A word of the mosaic layout is exactly what a thread
 has to hold of the large operand for 16 inputs, in an order of the inputs of its own (see `packing.to_mosaic`), so x is
-brought into the same order before (`wide_arrange`), or words into that of x (`wide_operand`).
+brought into the same order before (`wide_arrange`).
 
 One warpgroup fetches (`wide_fetch`), a stage of 128 inputs at a time, x for all blocks of the cluster at once. The
-others multiply: of the words of a stage each makes 8 or 16 products in batches, and unpacks one batch while the tensor
-cores work on the one before. Then they write what they have (`wide_results`).
+others multiply: of the words of a stage each makes 8 or 16 products in two batches, and unpacks one batch while the
+tensor cores work on the one before. Then they write what they have (`wide_results`).
 
 The weights are rounded to bfloat16 before they are multiplied, as a dequantised model's are: scale x (code - zero) is
 two instructions for two weights, and no group's sums have to be kept apart. Scales and minima of more bits than
@@ -27,15 +27,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.mosaic import Arguments, arguments_of
-from pallas_kernels.int4_matmul.packing import STRIP
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_arrange import arrange
 from pallas_kernels.int4_matmul.wide_fetch import after, fetch
-from pallas_kernels.int4_matmul.wide_operand import Arranged, Plain, Words
-from pallas_kernels.int4_matmul.wide_plan import BOX, PRODUCERS, STAGE, Part, WidePlan, WideSchedule
-from pallas_kernels.int4_matmul.wide_results import add_in_cluster, store, store_lines
-from pallas_kernels.int4_matmul.wide_warp import WideWarp, boxes_of
+from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_results import store, store_lines
+from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
@@ -48,7 +48,7 @@ TURNS = 8
 def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> None:
     """One warp's work, emitted through `w`, a WideWarp (or its NumPy twin in the tests).
 
-    `rank` is the block's place in its cluster; `a.x` is what `arrange` or `boxes_of` returns.
+    `rank` is the block's place in its cluster; `a.x` is what `arrange` returns.
     """
     schedule = plan.schedule
     leader = w.thread < 1
@@ -56,8 +56,7 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
         w.barrier_init(w.integer(plan.full_barriers + 8 * stage), PRODUCERS + 1, leader)
         w.barrier_init(w.integer(plan.empty_barriers + 8 * stage), plan.consumer_warps * schedule.cluster, leader)
     w.barriers_ready()
-    together = w.cluster_barrier if plan.cluster_blocks > 1 else w.block_barrier
-    together()
+    (w.cluster_barrier if schedule.cluster > 1 else w.block_barrier)()
     parts = (plan.parts + (plan.clusters - 1) - cluster) // plan.clusters
 
     def part(i: Any) -> Part:
@@ -67,12 +66,7 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
         if schedule.warpgroups in REGISTERS:
             w.set_registers(REGISTERS[schedule.warpgroups][0], more=False)
         start = (w.integer(0), w.integer(1))  # the first time round, every slot is empty
-        if schedule.added > 1:
-            fetch(w, plan, a, part(w.integer(0)), rank, start)
-            w.cluster_barrier()
-            w.cluster_barrier()
-        else:
-            w.loop(parts, start, lambda i, carry: fetch(w, plan, a, part(i), rank, carry))
+        w.loop(parts, start, lambda i, carry: fetch(w, plan, a, part(i), rank, carry))
 
     def consume() -> None:
         if schedule.warpgroups in REGISTERS:
@@ -81,13 +75,9 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
         start = (w.integer(0), w.integer(0))
         if plan.takes_turns:
             w.when(w.integer(plan.consumer_warps - 4) <= w.warp, lambda: w.give_turn(w.integer(TURNS)))
-        if schedule.added > 1:
-            only = part(w.integer(0))
-            add_in_cluster(w, plan, a, only, rank, multiply_part(w, plan, a, only, book, start)[1])
-        else:
-            w.loop(parts, start, functools.partial(one_slice, book))
+        w.loop(parts, start, functools.partial(one_part, book))
 
-    def one_slice(book: Book | None, i: Any, carry: Any) -> Any:
+    def one_part(book: Book | None, i: Any, carry: Any) -> Any:
         now = part(i)
         carry, sums = multiply_part(w, plan, a, now, book, carry)
         write = store_lines if plan.by_lines and a.out_dtype != "float32" else store
@@ -109,10 +99,7 @@ def multiply_part(
     sums, tiles = schedule.tokens // 2, range(schedule.tiles)
     # The warpgroup's tiles of 64 features follow each other; this warp has a strip of each.
     strip = w.warp // 4 * (4 * schedule.tiles) + w.warp % 4
-    operand = (Plain if schedule.plain else Arranged)(w, plan, strip)
-    batches = [range(first, first + schedule.batch) for first in range(0, STAGE // 16, schedule.batch)]
-    # How many batches ahead words are read. In turns none: ptxas would unpack them between this turn's products.
-    ahead = 0 if plan.takes_turns else 1 if schedule.plain else len(batches)
+    steps, batches = COLUMNS // 16, STAGE // COLUMNS
     turn = w.warp // 4 + TURNS
     next_turn = w.select(turn < TURNS + schedule.warpgroups - 1, turn + 1, w.integer(TURNS))
 
@@ -133,6 +120,14 @@ def multiply_part(
 
         return RowPair(w, a, scale, offset, book)
 
+    def words(base: Any, tile: int, column_tile: int) -> list[list[Any]]:
+        """A lane's of each step of 16 inputs: one, or two of codes of 8 bits."""
+        address = base + strip * plan.words_bytes + w.lane * 16
+        place = plan.x_bytes + 4 * plan.words_bytes * tile + plan.tile_bytes * column_tile
+        pieces = range(place, place + plan.tile_bytes, PIECE_BYTES)
+        found = [word for piece in pieces for word in w.shared_words(address, piece)]
+        return [found[i : i + len(pieces)] for i in range(0, len(found), len(pieces))]
+
     # A batch is unpacked while the one before is multiplied. Each has products of all tiles: where a loop goes round
     # with some sums finished and others not, ptxas makes every product wait for the one before.
     def stage(index: Any, carry: Any, last: bool = False) -> Any:
@@ -141,35 +136,30 @@ def multiply_part(
         base = slot * plan.stage_bytes
         w.barrier_wait(slot * 8 + plan.full_barriers, parity)
 
-        def read(which: range) -> dict[tuple[int, int], list[Words]]:
-            return {(u, b): operand.words(base, u, batches[b]) for u in tiles for b in which}
-
-        words = read(range(ahead))
+        # In turns words are read late: ptxas would unpack the second batch's between this turn's products.
+        early = [] if plan.takes_turns else [[words(base, u, b) for u in tiles] for b in range(batches)]
         segments = [[segment(base, u, i) for i in range(plan.segments)] for u in tiles]
-        matrix = operand.matrix(base)
-        for b, steps in enumerate(batches):
-            if ahead:
-                words |= read(range(b + ahead, len(batches))[:1])
+        matrix = w.token_matrix(base, schedule.tokens)
+        for b in range(batches):
             operands = []
             for u in tiles:
-                now = words[u, b] if ahead else operand.words(base, u, steps)
-                for step, word in zip(steps, now, strict=True):
-                    operands += segments[u][step * 16 // plan.segment].weights(operand.ready(word))
+                for i, word in enumerate(early[b][u] if early else words(base, u, b)):
+                    operands += segments[u][(b * COLUMNS + i * 16) // plan.segment].weights(word)
             if plan.takes_turns:
                 w.wait_turn(turn)
             operands = w.wgmma_fence(operands)
             for u in tiles:
-                for i, step in enumerate(steps):
-                    first = 4 * (u * len(steps) + i)
-                    acc[u] = w.wgmma(acc[u], operands[first : first + 4], matrix, operand.advance(step))
+                for i in range(steps):
+                    first, advance = 4 * (u * steps + i), (b * steps + i) * 32 * schedule.tokens
+                    acc[u] = w.wgmma(acc[u], operands[first : first + 4], matrix, advance)
             w.wgmma_commit()
             if plan.takes_turns:
                 w.give_turn(next_turn)
-            # The batches before have been read. Behind the products: where ptxas sees a wait only before the next ones,
+            # The batch before has been read. Behind the products: where ptxas sees a wait only before the next ones,
             # it makes them wait for each other too.
-            if not last or b + 1 < len(batches):
-                w.wgmma_wait(schedule.pending)
-            if b == schedule.pending - 1:
+            if not last or b + 1 < batches:
+                w.wgmma_wait(1)
+            if b == 0:
                 release(before, w.integer(0) < index)
         return (*after(w, plan, slot, parity), slot, *(value for tile in acc for value in tile))
 
@@ -199,17 +189,18 @@ def partial_sums(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dt
     """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
     dtype = jnp.dtype(jnp.float32) if schedule.slices > 1 else jnp.dtype(out_dtype)
-    arrays = [*arrays_of(weight), x if schedule.plain else arrange(x, plan)]
+    arrays = [*arrays_of(weight), arrange(x, plan)]
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
         def emit(ctx: Any, *values: Any) -> None:
+            del ctx
             *inputs, image, out, shared, cluster, rank = values
             arguments = arguments_of(
                 weight,
                 weights=Weights.of(weight, inputs),
-                x=boxes_of(ctx, image, (plan.box_tokens, BOX)) if schedule.plain else image,
+                x=image,
                 out=out,
                 out_dtype=str(dtype),
             )
@@ -219,9 +210,9 @@ def partial_sums(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dt
         # The next kernel may be brought onto the card already; it waits for this one's end, as this one does before.
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
-        emit(*refs, lax.axis_index("cluster"), lax.axis_index("rank") if plan.cluster_blocks > 1 else jnp.int32(0))
+        emit(*refs, lax.axis_index("cluster"), lax.axis_index("rank") if schedule.cluster > 1 else jnp.int32(0))
 
-    clusters = {"cluster": (plan.cluster_blocks,), "cluster_names": ("rank",)} if plan.cluster_blocks > 1 else {}
+    clusters = {"cluster": (schedule.cluster,), "cluster_names": ("rank",)} if schedule.cluster > 1 else {}
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((schedule.slices, plan.rows, plan.out_features), dtype),

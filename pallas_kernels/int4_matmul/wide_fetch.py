@@ -1,11 +1,10 @@
-"""What the fetching warps of the kernel for many rows do: x by the copy engine, the rest by asynchronous copies."""
+"""What the fetching warps of the kernel for many rows do: x by bulk copies, the rest by asynchronous ones."""
 
 from typing import Any
 
 from pallas_kernels.int4_matmul.mosaic import Arguments
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
-from pallas_kernels.int4_matmul.wide_operand import place_of
-from pallas_kernels.int4_matmul.wide_plan import BOX, BOX_BYTES, PRODUCERS, STAGE, Part, WidePlan
+from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan
 
 
 def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: Any) -> Any:
@@ -20,26 +19,16 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
     def both(a: Any, b: Any) -> Any:
         return b if a is None else a if b is None else a & b
 
-    def tokens(step: Any, base: Any, full: Any) -> None:
-        """This block's share: both halves of the stage, one, or half of the tokens of one."""
-        for i in range(plan.boxes // schedule.cluster):
-            box = rank + i if schedule.cluster > 1 else w.integer(i)
-            half, first = box % 2, box // 2 * plan.box_tokens
-            place = base + half * (plan.x_bytes // 2) + first * BOX_BYTES
-            token = part.token_tile * schedule.tokens + first
-            w.copy_box(place, a.x, step * STAGE + half * BOX, token, full, schedule.cluster, leader)
-
     def words(step: Any, base: Any) -> None:
         chunks = plan.words_bytes // 16  # of a strip
         piece, strip = thread % chunks, part.first_strip + thread // chunks
         tile = step * (STAGE // COLUMNS) + piece // (plan.tile_bytes // 16)
         whole = None if plan.column_tiles % (STAGE // COLUMNS) == 0 else tile < plan.column_tiles
         offset = strip * (plan.column_tiles * plan.tile_bytes) + step * plan.words_bytes + piece * 16
-        to = thread // 32 * 512 + place_of(thread % 32 // 4, thread % 4) if schedule.plain else thread * 16
         for i in range(0, plan.block_strips, PRODUCERS // chunks):
             inside = both(whole, strip + i < plan.strips if ragged else None)
             source, place = offset + i * plan.column_tiles * plan.tile_bytes, plan.x_bytes + plan.words_bytes * i
-            w.copy_or_clear(base + to, a.weights.words, source, inside, None, place)
+            w.copy_or_clear(base + thread * 16, a.weights.words, source, inside, None, place)
 
     def rows(array: Any, itemsize: int, start: int, step: Any, base: Any) -> None:
         chunks = plan.segments * itemsize  # of a strip
@@ -62,11 +51,8 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
         full = slot * 8 + plan.full_barriers
         w.barrier_wait(slot * 8 + plan.empty_barriers, parity)
         w.expect_bytes(full, plan.x_bytes, leader)
-        if schedule.plain:
-            tokens(step, base, full)
-        else:
-            source = (part.token_tile * plan.steps + step) * plan.x_bytes + mine
-            w.copy_to_cluster(base + mine, a.x, source, share, full, schedule.cluster, leader)
+        source = (part.token_tile * plan.steps + step) * plan.x_bytes + mine
+        w.copy_to_cluster(base + mine, a.x, source, share, full, schedule.cluster, leader)
         words(step, base)
         rows(a.weights.scales, plan.scale_bytes, plan.scales_start, step, base)
         if plan.offset_bytes:

@@ -9,14 +9,10 @@ from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 
 STAGE = 128
 """Inputs that travel at a time: two tiles."""
-BOX, BOX_BYTES = 64, 128
-"""Inputs of a box that the copy engine fetches of x, and the bytes of one token's."""
 LINE = 64 * 2 + 16
 """Bytes from one token to the next where sums become lines: 64 results, and room that puts tokens into other banks."""
 LINES = 64
 """Tokens whose results become lines at a time."""
-UNIT_BYTES = 32 * 16
-"""A warp's sums of 16 features and 8 tokens."""
 PRODUCERS = 128
 """Threads that fetch: one warpgroup."""
 
@@ -30,29 +26,19 @@ class WideSchedule:
     and x come `stages` x 128 inputs ahead. `cluster` (1, 2 or 4) blocks with neighbouring features read x once for all.
     At most `blocks` blocks are launched: they should all be resident.
 
-    Where there are too few parts for that, a part is over one of `slices` x `added` slices of the inputs: `added`
-    neighbouring ones are those of a cluster, in which their sums are added (then each block has one part, and
-    `cluster` is 1); XLA adds the rest.
+    Where there are too few parts for that, a part is over one of `slices` slices of the inputs, whose sums XLA adds.
 
     `turns`: the multiplying warpgroups take turns at the tensor cores, so that one unpacks while another multiplies.
-
-    `plain`: x is not brought into the order of the packed words before, but words into that of x. Products of `batch`
-    steps of 16 inputs start together, while those of `pending` batches before may be under way. No card has run this
-    yet, so tuning chooses it for nothing.
     """
 
     tokens: int = 64
     warpgroups: int = 2
     tiles: int = 1
     slices: int = 1
-    added: int = 1
     cluster: int = 1
     stages: int = 4
     blocks: int = 132
     turns: bool = False
-    plain: bool = False
-    batch: int = 4
-    pending: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,36 +107,12 @@ class WidePlan:
         return self.feature_parts * self.schedule.slices * self.token_tiles
 
     @property
-    def cluster_blocks(self) -> int:
-        return self.schedule.cluster * self.schedule.added
-
-    @property
-    def all_slices(self) -> int:
-        return self.schedule.slices * self.schedule.added
-
-    @property
     def clusters(self) -> int:
-        if self.schedule.added > 1:
-            return self.parts
         return max(1, min(self.parts, self.schedule.blocks // self.schedule.cluster))
-
-    @property
-    def units(self) -> int:
-        """Blocks of 16 features and 8 tokens in a part."""
-        return self.block_strips * (self.schedule.tokens // 8)
 
     @property
     def consumer_warps(self) -> int:
         return 4 * self.schedule.warpgroups
-
-    @property
-    def boxes(self) -> int:
-        """Boxes of a stage's x: halves of the inputs, and of the tokens where four blocks share them."""
-        return max(2, self.schedule.cluster)
-
-    @property
-    def box_tokens(self) -> int:
-        return self.schedule.tokens * 2 // self.boxes
 
     @property
     def takes_turns(self) -> bool:
@@ -168,7 +130,7 @@ class WidePlan:
     @property
     def by_lines(self) -> bool:
         """Whether results of 16 bits are written as whole lines, through shared memory, and not by each thread."""
-        return self.rows > LINES and self.all_slices == 1 and self.out_features % 8 == 0
+        return self.rows > LINES and self.schedule.slices == 1 and self.out_features % 8 == 0
 
     # Shared memory, in bytes: the stages, two barriers for each, and the warpgroups' lines. A stage is x [16 pieces of
     # 8 inputs, token, 16 bytes], the words [strip, tile, bytes], and the scales and offsets [strip, segment, 16].
@@ -196,15 +158,11 @@ class WidePlan:
 
     @property
     def stage_bytes(self) -> int:
-        size = self.offsets_start + self.block_strips * self.segments * STRIP * self.offset_bytes
-        return -(-size // 1024) * 1024 if self.schedule.plain else size
+        return self.offsets_start + self.block_strips * self.segments * STRIP * self.offset_bytes
 
     @property
     def full_barriers(self) -> int:
-        """Behind the stages, and what they make room for: the sums of slices."""
-        added = self.schedule.added
-        sums = -(-self.units // added) * added * UNIT_BYTES if added > 1 else 0
-        return max(self.schedule.stages * self.stage_bytes, sums)
+        return self.schedule.stages * self.stage_bytes
 
     @property
     def empty_barriers(self) -> int:
@@ -228,13 +186,10 @@ class Part:
     """The part of the product that a block works on: some features of some tokens over some of the stages."""
 
     def __init__(self, plan: WidePlan, index: Any, rank: Any):
-        """The blocks of a cluster have neighbouring features, or slices of the inputs of the same."""
-        schedule = plan.schedule
+        """The blocks of a cluster have neighbouring features."""
+        slices, cluster = plan.schedule.slices, plan.schedule.cluster
         self.token_tile, rest = index % plan.token_tiles, index // plan.token_tiles
-        self.slice, features = rest % schedule.slices, rest // schedule.slices
-        if schedule.added > 1:
-            first, self.first_strip = self.slice * schedule.added + rank, features * plan.block_strips
-        else:
-            first, self.first_strip = self.slice, (features * schedule.cluster + rank) * plan.block_strips
-        self.first_step = first * plan.steps // plan.all_slices
-        self.count = (first + 1) * plan.steps // plan.all_slices - self.first_step
+        self.slice, features = rest % slices, rest // slices
+        self.first_strip = (features * cluster + rank) * plan.block_strips
+        self.first_step = self.slice * plan.steps // slices
+        self.count = (self.slice + 1) * plan.steps // slices - self.first_step

@@ -1,47 +1,17 @@
-"""How the INT4 kernel for many rows writes its sums: each thread its own, as whole lines, or added in a cluster."""
+"""How the INT4 kernel for many rows writes its sums: each thread its own, or as whole lines."""
 
 from typing import Any
 
 from pallas_kernels.int4_matmul.mosaic import Arguments
 from pallas_kernels.int4_matmul.packing import STRIP
-from pallas_kernels.int4_matmul.wide_plan import LINE, LINES, UNIT_BYTES, Part, WidePlan
+from pallas_kernels.int4_matmul.wide_plan import LINE, LINES, Part, WidePlan
 
 
-def add_in_cluster(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, tiles: list[tuple[Any, Any]]) -> None:
-    """Adds what the blocks of the cluster have, slice by slice, and writes it.
-
-    A unit is what a warp has of 8 tokens: 4 sums a lane. Each goes to the block that adds it, into the shared memory
-    where the stages were, [unit of the block, slice, lane, 16 bytes].
-    """
-    slices, token_blocks = plan.schedule.added, plan.schedule.tokens // 8
-    place = rank * UNIT_BYTES + w.lane * 16
-    w.cluster_barrier()  # nobody reads stages any more
-    for strip, sums in tiles:
-        for block in range(token_blocks):
-            unit = strip * token_blocks + block
-            w.send(unit // slices * (slices * UNIT_BYTES) + place, sums[4 * block : 4 * block + 4], unit % slices)
-    w.cluster_barrier()
-
-    def add(i: Any, carry: Any) -> Any:
-        slot = i * plan.consumer_warps + w.warp
-        address = slot * (slices * UNIT_BYTES) + w.lane * 16
-        total = [w.as_float(word) for word in w.shared_words(address)]
-        for other in range(1, slices):
-            words = w.shared_words(address, other * UNIT_BYTES)
-            total = [value + w.as_float(word) for value, word in zip(total, words, strict=True)]
-        unit = slot * slices + rank
-        store(w, plan, a, part, unit // token_blocks, total, unit % token_blocks * 8)
-        return carry
-
-    units = (w.integer(plan.units + slices - 1) - rank) // slices  # units of this block
-    w.loop((units + (plan.consumer_warps - 1) - w.warp) // plan.consumer_warps, (), add)
-
-
-def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any, first_token: Any = 0) -> None:
+def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
     """Writes sums of one strip: [token block of 8][row r, token; the next token; row r + 8, ...]."""
     tokens = plan.schedule.tokens
     feature = (part.first_strip + strip) * STRIP + w.lane // 4
-    token = part.token_tile * tokens + w.lane % 4 * 2 + first_token
+    token = part.token_tile * tokens + w.lane % 4 * 2
     offset = (part.slice * plan.rows + token) * plan.out_features + feature
     for i, value in enumerate(sums):
         next_token, next_feature = 8 * (i // 4) + i % 2, 8 * (i // 2 % 2)

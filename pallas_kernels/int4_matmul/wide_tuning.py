@@ -6,7 +6,7 @@ import itertools
 
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.tuning import MULTIPROCESSORS
-from pallas_kernels.int4_matmul.wide_plan import UNIT_BYTES, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
 BLOCK_SHARED_BYTES = 227 * 1024 - 1024
 """What a block may have of shared memory, less what the compiler takes."""
@@ -16,9 +16,9 @@ DEQUANTIZED_ROWS = 4096
 """From how many rows on cuBLAS multiplies, after a pass that unpacks the weight: it adds 7 % to 4096 rows, 13 % to
 2048."""
 CLUSTERS = (1, 2, 4)
-RESIDENT = {1: 132, 2: 132, 3: 120, 4: 112}
+RESIDENT = {1: 132, 2: 132, 4: 112}
 """Blocks that 132 multiprocessors run at once, by the blocks of a cluster: groups of multiprocessors are no multiples
-of four. Clusters of 5, 7 and 8 blocks took two rounds at 120, 112 and 128 blocks, those of 4 at 128."""
+of four. Clusters of 4 took two rounds at 128 blocks."""
 SHAPES = ((2, 1, 64), (2, 1, 128), (2, 2, 64), (2, 2, 128))
 """Multiplying warpgroups, tiles of each, and most tokens for which there are registers."""
 MEASURED = {
@@ -39,8 +39,6 @@ ALL_FROM_L2 = 5.5e12 / CLOCK
 """Bytes a clock that L2 gives to all multiprocessors."""
 START, PART = 4800.0, 700.0
 """Clocks of a launch with its first copies, and from one part to the next."""
-EXCHANGE, EXCHANGED = 1500.0, 32.0
-"""Clocks in which a cluster meets twice to add its slices, and the bytes that a block gets of the others in one."""
 REDUCTION, REDUCED = 1.0e-6, 3.5e12
 """Seconds of a kernel that adds slices, and the bytes that it reads in one."""
 
@@ -70,12 +68,10 @@ def _sorted(plan: WidePlan, multiprocessors: int) -> list[WideSchedule]:
 
 def _candidates(plan: WidePlan, multiprocessors: int) -> list[WidePlan | None]:
     slices = [s for s in (1, 2, 3, 4, 6, 8, 12, 16) if s <= plan.steps]
-    together = [(1, c) for c in CLUSTERS] + [(added, 1) for added in (2, 3, 4)]
     return [
-        fitted(plan, WideSchedule(tokens, warpgroups, tiles, s, added, c, blocks=resident(added * c, multiprocessors)))
-        for (warpgroups, tiles, most), s, (added, c) in itertools.product(SHAPES, slices, together)
+        fitted(plan, WideSchedule(tokens, warpgroups, tiles, s, c, blocks=resident(c, multiprocessors)))
+        for (warpgroups, tiles, most), s, c in itertools.product(SHAPES, slices, CLUSTERS)
         for tokens in _even(plan.rows, most)
-        if s * added <= plan.steps
     ]
 
 
@@ -95,15 +91,8 @@ def _even(rows: int, most: int) -> list[int]:
 
 
 def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
-    """The plan with as many stages as shared memory has room for; None if there are less than three.
-
-    None, too, if a cluster that adds its slices would have more than one part, or tokens do not go into boxes.
-    """
+    """The plan with as many stages as shared memory has room for; None if there are less than three."""
     fitted = dataclasses.replace(plan, schedule=schedule)
-    if schedule.plain and fitted.box_tokens % 8:
-        return None
-    if schedule.added > 1 and fitted.parts * schedule.added > schedule.blocks:
-        return None
     rest = schedule.warpgroups * fitted.lines_bytes
     stages = min(10, (BLOCK_SHARED_BYTES - rest) // (fitted.stage_bytes + 16))
     if stages < 3:
@@ -114,7 +103,7 @@ def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
 def predicted_seconds(plan: WidePlan) -> float:
     """What the kernel and the addition of its slices should take."""
     schedule = plan.schedule
-    active = plan.clusters * plan.cluster_blocks
+    active = plan.clusters * schedule.cluster
     weights = plan.stage_bytes - plan.x_bytes
     costs = (
         schedule.warpgroups * schedule.tiles * 8 * max(schedule.tokens / 2, 16.0),  # tensor cores
@@ -122,10 +111,8 @@ def predicted_seconds(plan: WidePlan) -> float:
         (plan.x_bytes / schedule.cluster + weights) * active / ALL_FROM_L2,
     )
     stage = 0.9 * max(costs) + 0.1 * sum(costs)  # they get in each other's way
-    rounds, steps = -(-plan.parts // plan.clusters), -(-plan.steps // plan.all_slices)
+    rounds, steps = -(-plan.parts // plan.clusters), -(-plan.steps // schedule.slices)
     clocks = START + rounds * (steps * stage + PART)
-    if schedule.added > 1:
-        clocks += EXCHANGE + plan.units * UNIT_BYTES / EXCHANGED
     seconds = clocks / CLOCK
     if schedule.slices > 1:
         seconds += REDUCTION + 4 * schedule.slices * plan.rows * plan.out_features / REDUCED
