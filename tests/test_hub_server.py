@@ -1,5 +1,6 @@
-"""`pull` and `load` against a server that answers as the Hugging Face Hub does: huggingface_hub itself runs, nothing of
-it is replaced. The protocol is the part that it needs: what a repository holds, HEAD and GET of a file, errors in headers.
+"""`pull` against a server that answers as the Hugging Face Hub does; huggingface_hub itself runs, nothing is replaced.
+
+The protocol is the part that it needs: what a repository holds, HEAD and GET of a file, errors in headers.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -21,10 +23,10 @@ NOT_WANTED = {"pytorch_model.bin": b"pickle", "modeling_tiny.py": b"raise System
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """One repository, `files`; `someone/gated` is gated, everything else is not there. `asked` lists what was fetched."""
+    """One repository, `files`; `someone/gated` is gated, all else is not there. `asked` lists what was fetched."""
 
-    files: dict[str, bytes] = {}
-    asked: list[str] = []
+    files: ClassVar[dict[str, bytes]] = {}
+    asked: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
