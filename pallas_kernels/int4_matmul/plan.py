@@ -21,7 +21,8 @@ class Schedule:
     16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are added after every
     `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
-    and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py.
+    and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py. `early` strips of the `depth` are asked for
+    before the kernel before this one has ended, which is for weights that no kernel of the program writes.
     """
 
     warps: int = 16
@@ -32,6 +33,7 @@ class Schedule:
     digits: bool = False
     scaled: bool = False
     bulk: bool = False
+    early: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
