@@ -148,12 +148,14 @@ class Tokenizer:
         exists) or "default". `kwargs` reach the template, such as enable_thinking=False. Raises ValueError if
         there is no template or it refuses the messages.
         """
+        name, template = self._choose_template(chat_template, tools is not None)
         return chat.render(
-            self._choose_template(chat_template, tools is not None),
+            template,
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             special_tokens=self._special_tokens,
+            template_name=name,
             **kwargs,
         )
 
@@ -176,18 +178,18 @@ class Tokenizer:
         )
         return self.encode(text, add_special_tokens=False)
 
-    def _choose_template(self, asked: str | None, has_tools: bool) -> str:
+    def _choose_template(self, asked: str | None, has_tools: bool) -> tuple[str | None, str]:
+        """Name, unless it is the caller's own, and text."""
+        name = asked or ("tool_use" if has_tools and "tool_use" in self.chat_templates else "default")
+        if name in self.chat_templates:
+            return name, self.chat_templates[name]
         if asked is not None:
-            if asked in self.chat_templates or "{" in asked:
-                return self.chat_templates.get(asked, asked)
+            if "{" in asked:
+                return None, asked
             raise ValueError(
                 f"chat_template={asked!r} is neither a Jinja template nor one of "
                 f"{', '.join(sorted(self.chat_templates))}"
             )
-        if has_tools and "tool_use" in self.chat_templates:
-            return self.chat_templates["tool_use"]
-        if self.chat_template is not None:
-            return self.chat_template
         if self.chat_templates:
             raise ValueError(
                 f"no default chat template; pass chat_template= one of {', '.join(sorted(self.chat_templates))}"
