@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from jaxinfer.outputs import Completion as Completion
     from jaxinfer.outputs import Delta as Delta
     from jaxinfer.outputs import RequestOutput as RequestOutput
-    from jaxinfer.planning.plan import MemoryPlan as MemoryPlan
     from jaxinfer.planning.plan import memory_plan as memory_plan
+    from jaxinfer.planning.result import MemoryPlan as MemoryPlan
     from jaxinfer.quantization.api import quantize as quantize
     from jaxinfer.quantization.calibration import Calibration as Calibration
     from jaxinfer.quantization.pair import quantize_draft as quantize_draft
@@ -58,7 +58,7 @@ _MODULES = {
     "EngineConfig": "jaxinfer.engine.config",
     "EngineMetrics": "jaxinfer.engine.metrics",
     "Logprob": "jaxinfer.sampling_logprobs",
-    "MemoryPlan": "jaxinfer.planning.plan",
+    "MemoryPlan": "jaxinfer.planning.result",
     "Model": "jaxinfer.model",
     "ModelConfig": "jaxinfer.config",
     "ModelDraft": "jaxinfer.speculative.model_draft",

@@ -16,6 +16,14 @@ def shown_bytes(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
+def shown_binary(num_bytes: int) -> str:
+    """Binary units, in which memory comes, two decimals: "1.50 GiB", "12.00 KiB", "640 B"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.2f} {unit}"
+    return f"{num_bytes} B"
+
+
 def free_device_bytes() -> int | None:
     """Bytes that the first device's allocator has left; None where it does not tell, as on a CPU."""
     stats = jax.local_devices()[0].memory_stats()

@@ -351,6 +351,16 @@ def test_bars_end_where_the_next_begin():
     assert over[0] == "weights      4.00 GiB  " + "#" * 20 + " " * 10 + "|"
 
 
+def test_sizes_are_shown_in_units_of_their_own():
+    """A toy's weights on a large card are not 0.00 GiB."""
+    lines = list(text_bars([("weights", 3 * GIB), ("logits", 1536), ("cache", 5 * GIB >> 8), ("rest", 12)], 8 * GIB))
+    sizes = ["3.00 GiB", "1.50 KiB", "20.00 MiB", "12 B"]
+    assert [line[:21].split(maxsplit=1)[1].strip() for line in lines] == sizes
+    shown = str(ji.memory_plan(FAMILIES["llama"].folder, context=64, gpu_memory="24GiB"))
+    assert " 0.00 " not in shown
+    assert "KiB" in shown
+
+
 def test_plan_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     folder, picture = str(FAMILIES["llama"].folder), tmp_path / "plan.png"
     assert jaxinfer.cli.main(["plan", folder, "--context", "64", "--batch", "2", "--chart", str(picture)]) == 0

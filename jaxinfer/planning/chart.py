@@ -4,6 +4,7 @@ import os
 import typing
 from collections.abc import Iterable, Sequence
 
+from jaxinfer.memory import shown_binary
 from jaxinfer.pictures import notebook_figure
 
 if typing.TYPE_CHECKING:
@@ -14,7 +15,7 @@ WIDTH = 40
 
 
 def text_bars(items: Sequence[tuple[str, int]], capacity: int) -> Iterable[str]:
-    """A line for each item: name, GiB, and a bar that begins where the one before it ended.
+    """A line for each item: name, size, and a bar that begins where the one before it ended.
 
     The scale ends at the capacity, or at the sum where that is larger; `|` marks the capacity then.
     """
@@ -30,7 +31,7 @@ def text_bars(items: Sequence[tuple[str, int]], capacity: int) -> Iterable[str]:
         bar = f"{bar:<{WIDTH + 1}}"
         if capacity < scale and bar[mark] == " ":
             bar = bar[:mark] + "|" + bar[mark + 1 :]
-        yield f"{name:<{name_width}}  {size / 2**30:8.2f} GiB  {bar}".rstrip()
+        yield f"{name:<{name_width}}  {shown_binary(size):>12}  {bar}".rstrip()
 
 
 def figure(
@@ -42,9 +43,9 @@ def figure(
     start = 0.0
     for name, size in items:
         width = size / 2**30
-        axes.barh([0], [width], left=start, height=0.6, label=f"{name}: {width:,.2f} GiB")
+        axes.barh([0], [width], left=start, height=0.6, label=f"{name}: {shown_binary(size)}")
         start += width
-    axes.axvline(capacity / 2**30, color="black", linestyle="--", label=f"available: {capacity / 2**30:,.2f} GiB")
+    axes.axvline(capacity / 2**30, color="black", linestyle="--", label=f"available: {shown_binary(capacity)}")
     axes.set_yticks([])
     axes.set_xlabel("GiB")
     axes.set_title(title)
