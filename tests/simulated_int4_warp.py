@@ -74,11 +74,12 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
             self._place(self.groups.pop(0))
 
     def prefetch(self, ref: np.ndarray, offset: np.ndarray, nbytes: int, predicate: np.ndarray) -> None:
-        """Counts in `ref`, a byte for each of the array's, how often it was asked for."""
+        """Has no effect; an array of int8 counts how often each byte is asked for."""
         for place in offset[predicate]:
             assert place % 16 == nbytes % 16 == 0, "unaligned prefetch"
-            assert 0 <= place <= ref.size - nbytes, "prefetch from outside the array"
-            ref[place : place + nbytes] += 1
+            assert 0 <= place <= ref.nbytes - nbytes, "prefetch from outside the array"
+            if ref.dtype == np.int8:
+                ref[place : place + nbytes] += 1
 
     def warp_barrier(self) -> None:
         pass  # the 32 lanes of a simulated warp are always together
@@ -265,7 +266,7 @@ def _run_block(plan: Plan, arguments: Any, slice_: int, block: int) -> None:
 
     def program(warp: SimulatedWarp, _: int) -> None:
         w = SimulatedWideWarp(warp, barriers)
-        if plan.schedule.early:
+        if plan.schedule.early or plan.schedule.hinted:
             mosaic.ask_early(w, plan, arguments, w.integer(slice_), w.integer(block))
         mosaic.multiply(w, plan, arguments, w.integer(slice_), w.integer(block))
 

@@ -70,6 +70,7 @@ def test_fused_kernel_on_simulated_warps(rows, in_features, group_size, schedule
         (1, 1024, 128, Schedule(warps=4, parts=2, strips=4, depth=2, blocks=3, scaled=True, bulk=True)),
         (1, 1024, 128, Schedule(warps=4, parts=2, strips=4, depth=3, blocks=3, scaled=True, bulk=True, early=2)),
         (1, 1024, 128, Schedule(warps=4, parts=2, strips=2, depth=3, blocks=5, scaled=True, early=3)),
+        (1, 1024, 128, Schedule(warps=8, parts=1, strips=2, depth=1, blocks=5, scaled=True, hinted=3)),
     ],
 )
 def test_other_schedules_on_simulated_warps(rows, in_features, group_size, schedule) -> None:
@@ -204,7 +205,7 @@ def test_a_product_asks_once_for_what_each_block_of_the_next_reads_first(strips:
     weight = to_mosaic(make(224, 512, 128, "zero_point")[0])
     schedule = Schedule(warps=4, parts=1, strips=2, depth=2, blocks=blocks)
     following = Plan.of(1, weight, Schedule(warps=4, parts=1, strips=2, depth=2, blocks=3), Fusion(gated=True))
-    asked = np.zeros(224 * 512 // 2, np.uint8)
+    asked = np.zeros(224 * 512 // 2, np.int8)
     with_it = simulate(x, weight, schedule, ahead=Ahead(Next(following, strips), asked))
     assert np.array_equal(with_it, simulate(x, weight, schedule))
     # Three blocks share seven strips of results: they begin with the strips 0, 2 and 4.

@@ -7,7 +7,9 @@ strip, it asks L2 for what blocks of the next product will read first. That has 
 import dataclasses
 from typing import Any
 
+from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.plan import Plan
+from pallas_kernels.int4_matmul.stream import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,3 +60,21 @@ class Ahead:
             strip = strip // plan.strip_parts + strip % plan.strip_parts * plan.result_strips
             place = (first + strip) * stride + slice_ * self.next.strip_bytes + w.warp * piece
             w.prefetch(self.words, place, piece, inside & (w.lane < 1))
+
+
+TEAM = 4
+"""Warps whose words, scales and offsets of a strip are contiguous each, and asked for by one of them."""
+
+
+def hint(w: Any, plan: Plan, weights: Weights, slice_: Any, stream: Any, strip: int) -> None:
+    """Asks L2 for a block's words, scales and offsets of strip `strip` of its own. Needs `plan.even`."""
+    team = slice_ * (plan.schedule.warps // TEAM) + w.warp // TEAM
+    one = (w.warp % TEAM < 1) & (w.lane < 1) & (w.integer(strip) < stream.count)
+    place = stream.first_strip + strip // plan.strip_parts + strip % plan.strip_parts * plan.result_strips
+    arrays = [(weights.words, plan.column_tiles * plan.tile_bytes, plan.words_bytes)]
+    for array, itemsize in ((weights.scales, plan.scale_bytes), (weights.offsets, plan.offset_bytes)):
+        if itemsize:
+            size = STRIP * itemsize
+            arrays.append((array, plan.groups * size, plan.segments * size))
+    for array, stride, nbytes in arrays:
+        w.prefetch(array, place * stride + team * (TEAM * nbytes), TEAM * nbytes, one)

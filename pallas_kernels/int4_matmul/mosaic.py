@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.int4_matmul.ahead import Ahead, Next
+from pallas_kernels.int4_matmul.ahead import Ahead, Next, hint
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens, bias_of
@@ -65,8 +65,11 @@ def stream_of(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> Stre
 def ask_early(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """What a warp does before the kernel before this one has ended, where the schedule says `early`."""
     stream = stream_of(w, plan, a, slice_, block)
-    stream.open()
-    stream.fill(0, plan.schedule.early)
+    if plan.schedule.early:
+        stream.open()
+        stream.fill(0, plan.schedule.early)
+    for strip in range(plan.schedule.hinted):
+        hint(w, plan, a.weights, slice_, stream, strip)
     if a.ahead is not None and a.ahead.next.at_once:
         a.ahead.ask(w, plan, slice_, block)
 
@@ -283,7 +286,7 @@ def partial_sums(
 
         # The next kernel may be brought onto the card: it waits for this one's end, as this one for the last one's.
         plgpu.griddepcontrol_launch_dependents()
-        if schedule.early:
+        if schedule.early or schedule.hinted:
             emit(ask_early)
         plgpu.griddepcontrol_wait()
         emit(program)

@@ -22,7 +22,8 @@ class Schedule:
     `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
     and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py. `early` strips of the `depth` are asked for
-    before the kernel before this one has ended, which is for weights that no kernel of the program writes.
+    before the kernel before this one has ended, which is for weights that no kernel of the program writes;
+    `hinted` strips come into the L2 cache by then, which is for any weight.
     """
 
     warps: int = 16
@@ -34,6 +35,7 @@ class Schedule:
     scaled: bool = False
     bulk: bool = False
     early: int = 0
+    hinted: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
