@@ -24,19 +24,25 @@ type Rows = tuple[QuantizedTensor, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """What the weights of a `config_groups` entry have in common. `group_size` None is one group for all inputs."""
+    """What the weights of a `config_groups` entry have in common. `group_size` None is one group for all inputs.
+
+    `block_rows` outputs together with `group_size` inputs are a block; 1 for all but 8-bit floats.
+    """
 
     bits: int
     is_float: bool
     group_size: int | None
     symmetric: bool
     act_order: bool = False
+    block_rows: int = 1
 
     def settings(self) -> dict[str, Any]:
         """The `weights` object of compressed-tensors' configuration."""
         kind = {"num_bits": self.bits, "type": "float" if self.is_float else "int", "symmetric": self.symmetric}
         grouped = {"strategy": "channel"} if self.group_size is None else {"strategy": "group"}
         grouped |= {} if self.group_size is None else {"group_size": self.group_size}
+        if self.is_float and self.group_size is not None:
+            grouped = {"strategy": "block", "block_structure": [self.block_rows, self.group_size]}
         return kind | grouped | {"dynamic": False, "actorder": "group" if self.act_order else None}
 
     @property
@@ -44,19 +50,20 @@ class Scheme:
         return "float-quantized" if self.is_float else "pack-quantized"
 
 
-def scheme_of(codes: Codes, permutation: np.ndarray | None, in_features: int, where: str) -> Scheme:
-    """What a weight is to compressed-tensors, from some rows of it. Raises ValueError for what it has no form for."""
+def scheme_of(tensor: QuantizedTensor, start: int, where: str) -> Scheme:
+    """What a weight is to compressed-tensors, from its row `start`. Raises ValueError for what it has no form for."""
+    codes, in_features = tensor.rows(start, start + 1), tensor.shape[1]
     channel = codes.group_size >= in_features
     group = None if channel else codes.group_size
     if codes.offsets is not None and codes.offsets.dtype != np.uint8:
         raise ValueError(f"{where} has minima in place of zero points, which no integer format has; {DECODE}")
     if codes.book is not None:
-        if codes.bits == 8 and channel and codes.book.tobytes() == _E4M3:
-            return Scheme(8, True, None, True)
+        if codes.bits == 8 and codes.book.tobytes() == _E4M3:
+            return Scheme(8, True, group, True, block_rows=1 if channel else tensor.block_rows)
         raise ValueError(f"{where} has a code book, which the format has no form for; {DECODE}")
     if group is not None and in_features % group:
         raise ValueError(f"{where} has {in_features} inputs, which groups of {group} do not divide; {DECODE}")
-    return Scheme(codes.bits, False, group, codes.offsets is None, permutation is not None)
+    return Scheme(codes.bits, False, group, codes.offsets is None, tensor.permutation is not None)
 
 
 def compressed_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.ndarray], Scheme]:
@@ -64,7 +71,7 @@ def compressed_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.nda
 
     Raises ValueError, beginning with `where`, for codes of a kind that the format does not have, or of several kinds.
     """
-    schemes = {scheme_of(t.rows(start, start + 1), t.permutation, t.shape[1], where) for t, start, _ in rows}
+    schemes = {scheme_of(tensor, start, where) for tensor, start, _ in rows}
     orders = {None if t.permutation is None else t.permutation.tobytes() for t, _, _ in rows}
     if len(schemes) > 1 or len(orders) > 1:
         raise ValueError(f"{where} is one tensor in this family, and its parts have several precisions; {DECODE}")
@@ -83,7 +90,10 @@ def compressed_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.nda
     scale = np.concatenate(scales)
     out_features = len(scale)
     if scheme.is_float:
-        return {"weight": np.concatenate(packed), "weight_scale": scale}, scheme
+        counts = [start for _, start, _ in rows] + [stop - start for _, start, stop in rows[:-1]]
+        if any(count % scheme.block_rows for count in counts):
+            raise ValueError(f"{where} is one tensor in this family, and its parts begin within blocks; {DECODE}")
+        return {"weight": np.concatenate(packed), "weight_scale": scale[:: scheme.block_rows]}, scheme
     parts = {
         "weight_packed": np.concatenate(packed),
         "weight_scale": scale,
@@ -103,7 +113,7 @@ def awq_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.ndarray], 
 
     Raises ValueError, beginning with `where`, for codes that the format does not have.
     """
-    schemes = {scheme_of(t.rows(start, start + 1), t.permutation, t.shape[1], where) for t, start, _ in rows}
+    schemes = {scheme_of(tensor, start, where) for tensor, start, _ in rows}
     scheme = next(iter(schemes))
     if len(schemes) > 1 or scheme.bits != 4:
         kind = "several precisions" if len(schemes) > 1 else "8 bits"

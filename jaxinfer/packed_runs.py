@@ -7,8 +7,11 @@ import numpy as np
 
 from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names_gguf import unpermute_rows
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes
-from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, from_codes, from_int8_codes
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes
+from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, from_codes, from_int8_codes, is_whole
+
+type Kind = tuple[object, ...]
+"""What rows must have in common to be one packed weight."""
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -23,26 +26,21 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 class PackedRun:
     """Room for `rows` rows of codes of 4 or 8 bits of one kind: that of `first`, a row or more of the first tensor.
 
-    Codes of 4 bits are one a byte for a few rows at a time only.
+    Codes of 4 bits are one a byte for a few rows at a time only. `kind` is that of `kind_of`.
     """
 
-    def __init__(self, rows: int, in_features: int, first: Codes, permutation: np.ndarray | None) -> None:
+    def __init__(self, kind: Kind, rows: int, in_features: int, first: Codes, permutation: np.ndarray | None) -> None:
+        self.kind, self.num_rows = kind, 0
         self._in_features = in_features
-        self._kind = _kind(first, permutation)
         self._first, self._permutation = first, permutation
         self._codes = aligned_empty((rows, -(-in_features * first.bits // 8)), np.dtype(np.uint8))
         groups = first.scales.shape[1]
         self._scales = aligned_empty((rows, groups), first.scales.dtype)
         self._offsets = None if first.offsets is None else aligned_empty((rows, groups), first.offsets.dtype)
-        self._filled = 0
-
-    def takes(self, first: Codes, permutation: np.ndarray | None) -> bool:
-        """Whether rows of that kind can follow those that are there."""
-        return _kind(first, permutation) == self._kind
 
     def append(self, tensor: QuantizedTensor, start: int, stop: int, unpermute_heads: int | None) -> None:
         """Adds rows start:stop of a tensor, in the order in which the model wants them."""
-        begin, end = self._filled, self._filled + stop - start
+        begin, end = self.num_rows, self.num_rows + stop - start
         for first, last in tensor.chunks(start, stop):
             rows = tensor.rows(first, last)
             packed = packed_rows(rows)
@@ -54,39 +52,35 @@ class PackedRun:
             for array in (self._codes, self._scales, self._offsets):
                 if array is not None:
                     array[begin:end] = unpermute_rows(array[begin:end], unpermute_heads)
-        self._filled = end
+        self.num_rows = end
 
     def finish(self) -> Packed | PermutedInputs:
         """The weight of the rows that were added."""
-        n = self._filled
+        n = self.num_rows
         offsets = None if self._offsets is None else self._offsets[:n]
         size = min(self._first.group_size, self._in_features)
         shape = (n, self._in_features)
         if self._first.bits == 8:
             weight = PackedInt8(self._codes[:n], self._scales[:n], offsets, shape, size)
         else:
-            weight = PackedInt4(self._codes[:n], self._scales[:n], offsets, self._first.book, shape, size)
+            book = self._first.book
+            weight = PackedInt4(self._codes[:n], self._scales[:n], offsets, book, shape, size, whole=is_whole(book))
         return weight if self._permutation is None else PermutedInputs(weight, self._permutation)
 
 
 class ScaledRun:
     """Room for `rows` rows of 8-bit codes with one scale an output, of one kind: that of `first`."""
 
-    def __init__(self, rows: int, in_features: int, first: Codes) -> None:
+    def __init__(self, kind: Kind, rows: int, in_features: int, first: Codes) -> None:
+        self.kind, self.num_rows = kind, 0
         dtype = scaled_dtype(first)
         assert dtype is not None
-        self._kind = _kind(first, None)
         self._codes = aligned_empty((rows, in_features), dtype)
         self._scales = aligned_empty((rows,), np.dtype(np.float32))
-        self._filled = 0
-
-    def takes(self, first: Codes, permutation: np.ndarray | None) -> bool:
-        """Whether rows of that kind can follow those that are there."""
-        return _kind(first, permutation) == self._kind
 
     def append(self, tensor: QuantizedTensor, start: int, stop: int, unpermute_heads: int | None) -> None:
         """Adds rows start:stop of a tensor, in the order in which the model wants them."""
-        begin, end = self._filled, self._filled + stop - start
+        begin, end = self.num_rows, self.num_rows + stop - start
         for first, last in tensor.chunks(start, stop):
             rows = tensor.rows(first, last)
             here = slice(begin + first - start, begin + last - start)
@@ -95,11 +89,45 @@ class ScaledRun:
         if unpermute_heads is not None:
             for array in (self._codes, self._scales):
                 array[begin:end] = unpermute_rows(array[begin:end], unpermute_heads)
-        self._filled = end
+        self.num_rows = end
 
     def finish(self) -> ScaledCodes:
         """The weight of the rows that were added."""
-        return ScaledCodes(self._codes[: self._filled], self._scales[: self._filled])
+        return ScaledCodes(self._codes[: self.num_rows], self._scales[: self.num_rows])
+
+
+class BlockRun:
+    """Room for `rows` rows of 8-bit floats with a scale for each block of `block_rows` of them, of one kind."""
+
+    def __init__(self, kind: Kind, rows: int, in_features: int, first: Codes, block_rows: int) -> None:
+        self.kind, self.num_rows = kind, 0
+        dtype = float8_of(first)
+        assert dtype is not None
+        self._block = (block_rows, min(first.group_size, in_features))
+        self._codes = aligned_empty((rows, in_features), dtype)
+        self._scales = aligned_empty((-(-rows // block_rows), first.scales.shape[1]), np.dtype(np.float32))
+
+    def append(self, tensor: QuantizedTensor, start: int, stop: int, unpermute_heads: int | None) -> None:
+        """Adds rows start:stop of a tensor, in the order in which the model wants them; a block begins with them."""
+        block_rows, begin, end = self._block[0], self.num_rows, self.num_rows + stop - start
+        assert begin % block_rows == 0
+        for first, last in tensor.chunks(start, stop):
+            rows = tensor.rows(first, last)
+            place = begin + first - start
+            self._codes[place : place + last - first] = rows.codes.view(self._codes.dtype)
+            skipped = -place % block_rows  # to the next block that begins here
+            scales = rows.scales[skipped::block_rows]
+            block = -(-place // block_rows)
+            self._scales[block : block + len(scales)] = scales
+        if unpermute_heads is not None:
+            for array in (self._codes, self._scales):
+                array[begin:end] = unpermute_rows(array[begin:end], unpermute_heads)
+        self.num_rows = end
+
+    def finish(self) -> BlockCodes:
+        """The weight of the rows that were added."""
+        blocks = -(-self.num_rows // self._block[0])
+        return BlockCodes(self._codes[: self.num_rows], self._scales[:blocks], self._block)
 
 
 class DenseRun:
@@ -107,16 +135,16 @@ class DenseRun:
 
     def __init__(self, rows: int, in_features: int, dtype: np.dtype) -> None:
         self._values = aligned_empty((rows, in_features), dtype)
-        self._filled = 0
+        self.num_rows = 0
 
     def next_rows(self, count: int) -> np.ndarray:
         """The next rows, to be written into."""
-        self._filled += count
-        return self._values[self._filled - count : self._filled]
+        self.num_rows += count
+        return self._values[self.num_rows - count : self.num_rows]
 
     def finish(self) -> np.ndarray:
         """The rows that were written."""
-        return self._values[: self._filled]
+        return self._values[: self.num_rows]
 
 
 def packed_rows(rows: Codes) -> Packed:
@@ -127,20 +155,27 @@ def packed_rows(rows: Codes) -> Packed:
 
 
 def scaled_dtype(codes: Codes) -> np.dtype | None:
-    """What 8-bit codes with one scale an output are, int8 or float8_e4m3fn; None for codes of another kind."""
+    """What 8-bit codes with one scale an output are, int8 or a float8; None for codes of another kind."""
     if codes.bits != 8 or codes.scales.shape[1] != 1 or codes.offsets is not None:
         return None
-    if codes.book is None:
-        return np.dtype(np.int8)
-    return np.dtype(ml_dtypes.float8_e4m3fn) if codes.book.tobytes() == _E4M3 else None
+    return np.dtype(np.int8) if codes.book is None else float8_of(codes)
 
 
-_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32).tobytes()
+def float8_of(codes: Codes) -> np.dtype | None:
+    """The type whose numbers an 8-bit code book is, as all of them are; None for other codes."""
+    return None if codes.bits != 8 or codes.book is None else FLOAT8[codes.book.tobytes()]
 
 
-def _kind(codes: Codes, permutation: np.ndarray | None) -> tuple[object, ...]:
-    """What rows must have in common to be one packed weight."""
+FLOAT8 = {
+    np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32).tobytes(): np.dtype(dtype)
+    for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+}
+
+
+def kind_of(codes: Codes, permutation: np.ndarray | None, block_rows: int) -> Kind:
+    """Of rows of which `block_rows` together have the same scales."""
     return (
+        block_rows,
         codes.bits,
         codes.group_size,
         codes.scales.dtype,

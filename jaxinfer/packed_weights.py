@@ -11,8 +11,17 @@ import numpy as np
 
 from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names import TensorSource
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
-from jaxinfer.packed_runs import DenseRun, PackedRun, ScaledRun, packed_rows, scaled_dtype
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.packed_runs import (
+    BlockRun,
+    DenseRun,
+    PackedRun,
+    ScaledRun,
+    float8_of,
+    kind_of,
+    packed_rows,
+    scaled_dtype,
+)
 from jaxinfer.quantization.plan import Precision
 from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, to_kernel_layout
 
@@ -21,12 +30,12 @@ SMALLEST_GROUP = 16
 
 RANDOM_GROUP_SIZE = 128
 
-type HostWeight = np.ndarray | PackedInt4 | PackedInt8 | PermutedInputs | StackedOutputs | ScaledCodes
+type HostWeight = np.ndarray | PackedInt4 | PackedInt8 | PermutedInputs | StackedOutputs | ScaledCodes | BlockCodes
 """A linear weight of NumPy arrays, codes in the canonical layout, before it goes to the device."""
 
-type DeviceWeight = jax.Array | PackedInt4 | PackedInt8 | PermutedInputs | StackedOutputs | ScaledCodes
+type DeviceWeight = jax.Array | PackedInt4 | PackedInt8 | PermutedInputs | StackedOutputs | ScaledCodes | BlockCodes
 
-type Run = PackedRun | ScaledRun | DenseRun
+type Run = PackedRun | ScaledRun | BlockRun | DenseRun
 
 
 @runtime_checkable
@@ -115,12 +124,16 @@ class PackedReader:
         if reason is not None:
             self.decoded[reason].add((stop - start) * in_features, first.bits)
             return False
+        block_rows = _block_rows(tensor, first, source)
+        kind = kind_of(first, tensor.permutation, block_rows)
         run = runs[-1] if runs else None
-        if run is None or isinstance(run, DenseRun) or not run.takes(first, tensor.permutation):
+        if run is None or isinstance(run, DenseRun) or run.kind != kind or run.num_rows % block_rows:
             if scaled_dtype(first) is not None:
-                run = ScaledRun(room, in_features, first)
+                run = ScaledRun(kind, room, in_features, first)
+            elif float8_of(first) is not None:
+                run = BlockRun(kind, room, in_features, first, block_rows)
             else:
-                run = PackedRun(room, in_features, first, tensor.permutation)
+                run = PackedRun(kind, room, in_features, first, tensor.permutation)
             runs.append(run)
         run.append(tensor, start, stop, source.unpermute_heads)
         self.checkpoint.release(source.name)
@@ -130,17 +143,27 @@ class PackedReader:
         """Why rows like these are decoded; None if they stay packed."""
         if scaled_dtype(codes) is not None:
             return None  # XLA converts them inside the product, on every device
-        if codes.bits == 8 and codes.book is not None:
-            return "8-bit floats stay packed only with one scale an output"
         if codes.group_size < min(SMALLEST_GROUP, in_features):
             return f"groups of {codes.group_size} inputs save nothing packed"
-        if not self.only_for_kernel:
-            return None
+        if not self.only_for_kernel or float8_of(codes) is not None:
+            return None  # those of blocks are XLA's as well
         try:
             layout = (self.kernel_layout or to_kernel_layout)(packed_rows(codes)).layout
         except ValueError as error:  # JAXINFER_KERNELS names a kernel that does not read this kind
             return str(error)
         return None if layout != "canonical" else "no kernel of this device reads them"
+
+
+def _block_rows(tensor: QuantizedTensor, first: Codes, source: TensorSource) -> int:
+    """How many rows have the same scales in the weight that is made of a tensor.
+
+    1 where they are written out for each row: there is one scale a row anyway, or the model's rows are not in the
+    tensor's order, or begin within a block.
+    """
+    begins_within = source.rows is not None and source.rows[0] % tensor.block_rows
+    if scaled_dtype(first) is not None or source.unpermute_heads is not None or begins_within:
+        return 1
+    return tensor.block_rows
 
 
 def random_packed(key: jax.Array, shape: tuple[int, int], precision: Precision) -> PackedInt4 | ScaledCodes:

@@ -65,7 +65,9 @@ def save(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
 
 
-def integers(bits: int, rng: np.random.Generator, out: int, inputs: int, symmetric: bool = False) -> tuple:
+def integers(
+    bits: int, rng: np.random.Generator, out: int, inputs: int, symmetric: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     codes, zeros, scales = packing.random_weight(rng, out, inputs, GROUP, bits)
     if symmetric:
         zeros[...] = 2 ** (bits - 1)
@@ -134,14 +136,21 @@ def int8(rng: np.random.Generator, out: int, inputs: int) -> tuple[Tensors, np.n
     return parts, weight.astype(np.float32) * scale.astype(np.float32)
 
 
-def fp8(name: str, scale_shape: Callable[[int, int], tuple[int, ...]], block: tuple[int, int] = (1, 1)) -> Encode:
+def fp8(
+    name: str,
+    scale_shape: Callable[[int, int], tuple[int, ...]],
+    block: tuple[int, int] = (1, 1),
+    dtype: type = ml_dtypes.float8_e4m3fn,
+    scale_dtype: type = np.float32,
+) -> Encode:
     def encode(rng: np.random.Generator, out: int, inputs: int) -> tuple[Tensors, np.ndarray]:
-        weight = rng.normal(0, 2, (out, inputs)).astype(ml_dtypes.float8_e4m3fn)
-        scale = rng.uniform(0.01, 0.1, scale_shape(out, inputs)).astype(np.float32)
+        weight = rng.normal(0, 2, (out, inputs)).astype(dtype)
+        stored = rng.uniform(0.01, 0.1, scale_shape(out, inputs)).astype(scale_dtype)
+        scale = stored.astype(np.float32)
         spread = scale
         if block != (1, 1):
             spread = scale[np.arange(out)[:, None] // block[0], np.arange(inputs)[None, :] // block[1]]
-        return {"weight": weight, name: scale}, weight.astype(np.float32) * spread
+        return {"weight": weight, name: stored}, weight.astype(np.float32) * spread
 
     return encode
 
@@ -248,6 +257,17 @@ FORMATS: dict[str, tuple[Encode, dict[str, Any]]] = {
         fp8("weight_scale_inv", lambda o, i: (-(-o // 48), -(-i // 48)), (48, 48)),
         {"quant_method": "fp8", "weight_block_size": [48, 48], "modules_to_not_convert": ["lm_head"]},
     ),
+    "fp8 whole blocks": (
+        fp8("weight_scale", lambda o, i: (o // 32, i // 16), (32, 16), scale_dtype=ml_dtypes.bfloat16),
+        compressed("float-quantized", strategy="block", block_structure=[32, 16], **FP8),
+    ),
+    "fp8 e5m2 powers of two": (
+        fp8(
+            "weight_scale_inv", lambda o, i: (o // 32, i // 32), (32, 32),
+            ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu,
+        ),
+        {"quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0"},
+    ),
     "nvfp4": (
         nvfp4("weight_packed", "weight_global_scale"),
         compressed("nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **FP4),
@@ -258,8 +278,6 @@ FORMATS: dict[str, tuple[Encode, dict[str, Any]]] = {
     "hqq": (hqq(4), {"quant_method": "hqq", "skip_modules": ["lm_head"]}),
     "hqq 8 bits": (hqq(8), {"quant_method": "hqq", "skip_modules": ["lm_head"]}),
 }  # fmt: skip
-DECODED = ("fp8 blocks",)
-"""Formats of 8-bit floats with blocks, which no packed form holds."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,13 +111,16 @@ def library_cases() -> dict[str, dict[str, np.ndarray]]:
     return cases
 
 
-@pytest.mark.parametrize("name", ["ct_int4_sym", "ct_int4_asym", "ct_int8_sym", "ct_channel", "ct_fp8_channel"])
+@pytest.mark.parametrize(
+    "name", ["ct_int4_sym", "ct_int4_asym", "ct_int8_sym", "ct_channel", "ct_fp8_channel", "ct_fp8_block"]
+)
 def test_compressed_tensors_own_packing_is_written_again(name: str) -> None:
     stored = dict(library_cases()[name])
     options = json.loads(stored.pop("options").tobytes())
     stored.pop("values")
     if "weight" in stored:
-        tensor = fp8.decode(stored, "weight_scale", None, name)
+        block = tuple(options["block"]) if "block" in options else None
+        tensor = fp8.decode(stored, "weight_scale", block, name)
     else:
         tensor = compressed_tensors.decode_packed(stored, options.get("bits"), options.get("group_size"), name)
     parts, scheme = compressed_parts([(tensor, 0, tensor.shape[0])], name)
@@ -174,7 +177,9 @@ def test_what_we_quantised_comes_back_bit_by_bit(format: Any, plan: Plan, tmp_pa
         assert by_format["float-quantized"]["targets"] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["packed int4 order", "packed int4 asymmetric", "packed int8", "fp8 channel"])
+@pytest.mark.parametrize(
+    "kind", ["packed int4 order", "packed int4 asymmetric", "packed int8", "fp8 channel", "fp8 whole blocks"]
+)
 def test_checkpoints_of_compressed_tensors_are_written_as_they_were(kind: str, tmp_path: pathlib.Path) -> None:
     """The parts of each weight to the bit, from the folder itself and by way of a store where it can stay packed."""
     case = quantized_checkpoints.make(kind, tmp_path)

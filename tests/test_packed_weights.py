@@ -10,7 +10,7 @@ import pytest
 
 from jaxinfer.layers.linear import linear, norm_linear
 from jaxinfer.layers.norm import rms_norm
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.model import load
 from jaxinfer.packed_weights import random_int4
 from pallas_kernels.int4_matmul import PackedInt4, dequantize
@@ -77,6 +77,37 @@ def test_products_of_codes_with_a_scale_an_output(
     expected = np.asarray(rms_norm(x, norm, 1e-6)) @ dense.T
     np.testing.assert_allclose(norm_linear(x, norm, 1e-6, weight), expected, rtol=1e-4, atol=1e-4)
     assert linear(x.astype(jnp.bfloat16), weight).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("shape", "block"), [((96, 64), (32, 16)), ((90, 64), (48, 48))])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_products_of_codes_with_a_scale_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+    rows: int,
+    shape: tuple[int, int],
+    block: tuple[int, int],
+) -> None:
+    """One row, on a GPU, few and many, each by its own way; blocks that divide the weight and such that do not."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    codes = jnp.asarray(rng.normal(0, 2, shape).astype(np.float32)).astype(jnp.float8_e4m3fn)
+    sizes = [-(-size // step) for size, step in zip(shape, block, strict=True)]
+    scales = rng.uniform(0.01, 0.02, sizes).astype(np.float32)
+    dense = np.array(codes.astype(jnp.float32))
+    for out, inputs in np.ndindex(shape):
+        dense[out, inputs] *= scales[out // block[0], inputs // block[1]]
+    weight = BlockCodes(codes, jnp.asarray(scales), block)
+    x = jnp.asarray(rng.standard_normal((1, rows, shape[1]), np.float32))
+    norm = jnp.asarray(rng.uniform(0.5, 1.5, shape[1]).astype(np.float32))
+    bias = jnp.asarray(rng.standard_normal(shape[0], np.float32))
+    np.testing.assert_allclose(
+        linear(x, weight, bias), np.asarray(x) @ dense.T + np.asarray(bias), rtol=1e-4, atol=1e-4
+    )
+    expected = np.asarray(rms_norm(x, norm, 1e-6)) @ dense.T
+    np.testing.assert_allclose(norm_linear(x, norm, 1e-6, weight), expected, rtol=1e-4, atol=1e-4)
+    halves = linear(x.astype(jnp.bfloat16), weight)
+    assert halves.dtype == jnp.bfloat16
+    np.testing.assert_allclose(halves.astype(jnp.float32), np.asarray(x) @ dense.T, rtol=0.05, atol=0.05)
 
 
 def test_random_int4_model_has_packed_layers_and_a_dense_head(tmp_path: pathlib.Path) -> None:

@@ -19,8 +19,9 @@ from checkpoints.quantized_config import Announcement, find_announcement
 from jaxinfer.decoder import Params
 from jaxinfer.generation import logits
 from jaxinfer.layers.linear import linear
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.model import load
+from jaxinfer.quantization.moments import values_of
 from pallas_kernels.int4_matmul import PackedInt4, PackedInt8
 
 TOKENS = np.arange(12, dtype=np.int32).reshape(1, 12) * 5 % checkpoints_of.VOCAB
@@ -44,16 +45,67 @@ def test_packed_weights_are_those_of_the_dense_model(name: str, tmp_path: pathli
     case = checkpoints_of.make(name, tmp_path)
     with caplog.at_level(logging.WARNING, "jaxinfer"):
         actual, expected = load_params(case.quantized, packed=True), load_params(case.dense)
-    is_decoded = name in checkpoints_of.DECODED
-    said = [r.getMessage() for r in caplog.records if "7 weights are decoded to float32, " in r.getMessage()]
-    assert len(said) == len(caplog.records) == is_decoded
-    assert all(re.search(r" (\S+) GB in place of (\S+) GB, although packed=True: 8-bit floats", line) for line in said)
+    assert not caplog.records
     for field in FIELDS:
         weight, dense = getattr(actual.layers[0], field), np.asarray(getattr(expected.layers[0], field))
-        assert isinstance(weight, jax.Array) == is_decoded
+        assert not isinstance(weight, jax.Array)
         assert weight.shape == dense.shape
         product = linear(jnp.eye(dense.shape[1], dtype=jnp.float32), weight)
         np.testing.assert_allclose(product, dense.T, rtol=2e-6, atol=1e-6)
+
+
+def test_groups_too_small_to_save_anything_are_decoded(tmp_path: pathlib.Path, caplog) -> None:
+    """And said to be."""
+    encode = checkpoints_of.fp8("weight_scale_inv", lambda o, i: (o // 8, i // 8), (8, 8))
+    case = checkpoints_of.make("fp8 blocks", tmp_path)
+    tensors, values = {k: v for k, v in case.tensors.items() if "_proj" not in k}, {}
+    for module, (out, inputs) in checkpoints_of.LINEAR.items():
+        parts, values[module] = encode(np.random.default_rng(0), out, inputs)
+        tensors |= {f"model.layers.0.{module}.{part}": array for part, array in parts.items()}
+    announced = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    folder = case.rewrite(tensors, case.config | {"quantization_config": announced})
+    with caplog.at_level(logging.WARNING, "jaxinfer"):
+        layer = load_params(folder, packed=True).layers[0]
+    np.testing.assert_array_equal(layer.down, values["mlp.down_proj"])
+    (line,) = [record.getMessage() for record in caplog.records]
+    expected = r"7 weights are decoded to float32, \S+ kB in place of \S+ kB, although packed=True: groups of 8 inputs"
+    assert re.search(expected, line)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 whole blocks", "fp8 e5m2 powers of two"])
+def test_blocks_of_8_bit_floats_stay_as_they_are(name: str, tmp_path: pathlib.Path) -> None:
+    """Codes and scales bit for bit; q, k and v are one weight where each begins with a block."""
+    case = checkpoints_of.make(name, tmp_path)
+    layer, dense = load_params(case.quantized, packed=True).layers[0], load_params(case.dense).layers[0]
+    for field in FIELDS:
+        np.testing.assert_array_equal(values_of(getattr(layer, field)), getattr(dense, field))
+    down = "model.layers.0.mlp.down_proj."
+    codes = case.tensors[down + "weight"]
+    (scale,) = (array for part, array in case.tensors.items() if part.startswith(down + "weight_scale"))
+    assert isinstance(layer.down, BlockCodes)
+    assert layer.down.codes.dtype == codes.dtype
+    np.testing.assert_array_equal(np.asarray(layer.down.codes).view(np.uint8), codes.view(np.uint8))
+    np.testing.assert_array_equal(layer.down.scales, scale.astype(np.float32))
+    blocks = {"fp8 blocks": (48, 48), "fp8 whole blocks": (32, 16), "fp8 e5m2 powers of two": (32, 32)}
+    assert layer.down.block == blocks[name]
+    if name == "fp8 blocks":  # q has 64 rows, a block and a third: k's blocks begin anew
+        assert isinstance(layer.qkv, StackedOutputs)
+        assert [part.shape[0] for part in layer.qkv.parts] == [64, 32, 32]
+    else:
+        assert isinstance(layer.qkv, BlockCodes)
+        assert layer.qkv.scales.shape[0] == 128 // 32
+
+
+def test_rows_of_blocks_that_are_cut_have_scales_of_their_own(tmp_path: pathlib.Path) -> None:
+    """phi3's fused tensors: v begins within a block of 48 rows of qkv_proj."""
+    encode = checkpoints_of.fp8("weight_scale_inv", lambda o, i: (-(-o // 48), -(-i // 48)), (48, 48))
+    announced = {"quant_method": "fp8", "weight_block_size": [48, 48]}
+    folders = fused_checkpoints(tmp_path, encode, announced)
+    layer, dense = load_params(folders[0], packed=True).layers[0], load_params(folders[1]).layers[0]
+    for field in FIELDS:
+        np.testing.assert_array_equal(values_of(getattr(layer, field)), getattr(dense, field))
+    assert isinstance(layer.qkv, StackedOutputs)
+    assert [part.block for part in layer.qkv.parts] == [(48, 48), (1, 48), (48, 48)]
 
 
 EXPECTED_KINDS = {
@@ -63,6 +115,8 @@ EXPECTED_KINDS = {
     "nf4": (PackedInt4, PackedInt4),
     "gptq 8 bits": (PackedInt8, PackedInt8),
     "fp8 channel": (ScaledCodes, ScaledCodes),
+    "fp8 whole blocks": (BlockCodes, BlockCodes),
+    "fp8 blocks": (StackedOutputs, BlockCodes),
 }
 
 
@@ -79,7 +133,7 @@ def test_logits_are_those_of_the_dense_model(name: str, tmp_path: pathlib.Path) 
 def test_formats_are_recognised_without_a_configuration(tmp_path: pathlib.Path) -> None:
     """Where shapes and dtypes say all: everything but AWQ's gemv and the size of FP8's blocks."""
     for name in FORMATS:
-        if name in ("awq gemv", "fp8 blocks", "gptq v2"):
+        if name in ("awq gemv", "gptq v2", "fp8 blocks", "fp8 whole blocks", "fp8 e5m2 powers of two"):
             continue
         case = checkpoints_of.make(name, tmp_path / name)
         config = {key: value for key, value in case.config.items() if key != "quantization_config"}
@@ -113,7 +167,7 @@ def test_the_default_packs_what_a_kernel_reads(tmp_path: pathlib.Path, monkeypat
     """On a Hopper GPU and in bfloat16 codes of 4 bits, code books and 8-bit codes in groups; on this CPU nothing."""
     case = checkpoints_of.make("awq gemm", tmp_path / "a")
     book, int8 = checkpoints_of.make("nf4", tmp_path / "b"), checkpoints_of.make("gptq 8 bits", tmp_path / "d")
-    blocks = checkpoints_of.make("fp8 blocks", tmp_path / "e")
+    blocks = checkpoints_of.make("fp8 whole blocks", tmp_path / "e")
     assert isinstance(load_params(case.quantized).layers[0].down, jax.Array)
     monkeypatch.setattr("pallas_kernels.dispatch.hopper_refusal", lambda: None)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
@@ -123,14 +177,14 @@ def test_the_default_packs_what_a_kernel_reads(tmp_path: pathlib.Path, monkeypat
         (case, None, PackedInt4),
         (book, None, PackedInt4),
         (int8, None, PackedInt8),
-        (blocks, None, jax.Array),
+        (blocks, None, BlockCodes),
     )
     for checkpoint, packed, kind in expected:
         layer = load(checkpoint.quantized, dtype="bfloat16", packed=packed, progress=False).params.layers[0]
         for field in FIELDS:
             weight = getattr(layer, field)
             assert isinstance(weight, kind)
-            assert kind is jax.Array or weight.layout == "mosaic"
+            assert isinstance(weight, BlockCodes) or weight.layout == "mosaic"
     eight = checkpoints_of.make("fp8 channel", tmp_path / "c")
     assert isinstance(load(eight.quantized, dtype="bfloat16", progress=False).params.layers[0].down, ScaledCodes)
     layer = load(case.quantized, dtype="bfloat16", packed=False, progress=False).params.layers[0]
@@ -152,8 +206,10 @@ def test_eight_bits_with_one_scale_an_output_stay_as_they_are(name: str, dtype: 
     np.testing.assert_array_equal(layer.qkv.scales[96:], np.broadcast_to(scale.reshape(-1), 32))
 
 
-def test_fused_tensors_are_cut_by_rows(tmp_path: pathlib.Path) -> None:
-    """phi3's qkv_proj and gate_up_proj, in a format that packs along the outputs."""
+def fused_checkpoints(
+    folder: pathlib.Path, encode: checkpoints_of.Encode, announced: dict[str, Any]
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """A phi3, which has qkv_proj and gate_up_proj, quantised and dense."""
     rng = np.random.default_rng(0)
     shapes = {
         "self_attn.qkv_proj": (128, 64),
@@ -161,11 +217,11 @@ def test_fused_tensors_are_cut_by_rows(tmp_path: pathlib.Path) -> None:
         "mlp.gate_up_proj": (256, 64),
         "mlp.down_proj": (64, 128),
     }
-    base = checkpoints_of.make("awq gemm", tmp_path / "base")
+    base = checkpoints_of.make("awq gemm", folder / "base")
     plain = {name: array for name, array in base.values.items() if "_proj" not in name}
     parts, values = dict(plain), dict(plain)
     for module, (out, inputs) in shapes.items():
-        encoded, dense = checkpoints_of.awq_gemm(rng, out, inputs)
+        encoded, dense = encode(rng, out, inputs)
         parts |= {f"model.layers.0.{module}.{part}": array for part, array in encoded.items()}
         values[f"model.layers.0.{module}.weight"] = dense
     config = checkpoints_of.CONFIG | {
@@ -174,11 +230,17 @@ def test_fused_tensors_are_cut_by_rows(tmp_path: pathlib.Path) -> None:
         "pad_token_id": 0,
         "eos_token_id": 2,
     }
-    checkpoints_of.write(tmp_path / "q", parts, config | {"quantization_config": checkpoints_of.AWQ})
-    checkpoints_of.write(tmp_path / "d", values, config)
-    expected = load_params(tmp_path / "d").layers[0]
+    checkpoints_of.write(folder / "q", parts, config | {"quantization_config": announced})
+    checkpoints_of.write(folder / "d", values, config)
+    return folder / "q", folder / "d"
+
+
+def test_fused_tensors_are_cut_by_rows(tmp_path: pathlib.Path) -> None:
+    """phi3's qkv_proj and gate_up_proj, in a format that packs along the outputs."""
+    quantized, plain = fused_checkpoints(tmp_path, checkpoints_of.awq_gemm, checkpoints_of.AWQ)
+    expected = load_params(plain).layers[0]
     for packed in (False, True):
-        layer = load_params(tmp_path / "q", packed=packed).layers[0]
+        layer = load_params(quantized, packed=packed).layers[0]
         for field in FIELDS:
             weight, dense = getattr(layer, field), np.asarray(getattr(expected, field))
             assert isinstance(weight, PackedInt4) == packed

@@ -24,7 +24,7 @@ import quantized_checkpoints
 from tokenizer_training import gguf_metadata
 
 from checkpoints.errors import CheckpointError
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.model import Model, inspect, load
 from jaxinfer.params import Piece
 from jaxinfer.quantization.api import quantize
@@ -127,14 +127,17 @@ def test_orbax_restores_it(mixed: pathlib.Path) -> None:
     assert np.asarray(arrays["qkv.parts.1.codes"]).tobytes() == np.asarray(expected.qkv.parts[1].codes).tobytes()
 
 
-@pytest.mark.parametrize("kind", ["gptq act-order", "awq gemm", "gptq 8 bits"])
+@pytest.mark.parametrize("kind", ["gptq act-order", "awq gemm", "gptq 8 bits", "fp8 blocks"])
 def test_codes_of_checkpoints_stay_as_they_are(kind: str, tmp_path: pathlib.Path) -> None:
     case = quantized_checkpoints.make(kind, tmp_path)
     out = create(case.quantized, tmp_path / "store")
     expected, actual = (load(path, dtype="bfloat16", packed=True, progress=False) for path in (case.quantized, out))
     assert same(actual.params, expected.params)
     found = actual.params.layers[0].o
-    assert isinstance(found, PermutedInputs if "act" in kind else PackedInt8 if "8" in kind else PackedInt4)
+    kinds = {"gptq act-order": PermutedInputs, "gptq 8 bits": PackedInt8, "fp8 blocks": BlockCodes}
+    assert isinstance(found, kinds.get(kind, PackedInt4))
+    decoded, dense = (load(path, dtype="float32", packed=False, progress=False) for path in (out, case.quantized))
+    assert same(decoded.params.layers, dense.params.layers)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen2"])

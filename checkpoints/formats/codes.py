@@ -66,6 +66,8 @@ class Codes:
 class QuantizedTensor:
     """A weight [out, in] in the packing of its file. `rows(start, stop)` decodes a range of output features.
 
+    `block_rows` rows, counted from the first, have the same scales: 1 unless the format scales blocks.
+
     `permutation` int32 [in], where there is one, says which input each column of the codes belongs to: the weight's
     column `permutation[j]` is column `j` of the codes. Act-order leaves the members of a group scattered; sorted so,
     they are neighbours again.
@@ -74,6 +76,7 @@ class QuantizedTensor:
     shape: tuple[int, int]
     rows: Callable[[int, int], Codes]
     permutation: np.ndarray | None = None
+    block_rows: int = 1
 
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows that together are start:stop, each small enough to be decoded at once."""

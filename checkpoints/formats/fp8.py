@@ -46,7 +46,7 @@ def decode(parts: Mapping[str, np.ndarray], scale: str, block: tuple[int, int] |
     def rows(start: int, stop: int) -> Codes:
         return Codes(codes[start:stop], scales[np.arange(start, stop) // block_rows], None, book, 8, block_columns)
 
-    return QuantizedTensor((out_features, in_features), rows)
+    return QuantizedTensor((out_features, in_features), rows, block_rows=block_rows)
 
 
 def _block_of(

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxinfer.layers.block_codes import FEW_ROWS, decoded, divides, product_by_columns, row_product
 from jaxinfer.layers.norm import rms_norm
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs, Weight
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs, Weight
 from pallas_kernels.int4_matmul import Packed, fused_refusal, int4_matmul, int4_matmul_fused
 
 
@@ -33,6 +34,8 @@ def linear(
         scales = jnp.expand_dims(jnp.asarray(weight.scales), tuple(range(x.ndim - 1)))
         sums = linear(x, jnp.asarray(weight.codes).astype(x.dtype), out_dtype=jnp.float32)
         y = (sums * scales).astype(dtype)
+    elif isinstance(weight, BlockCodes):
+        y = _block_product(x, weight, dtype)
     elif _one_row(x):
         y = _row_sums(x.reshape(-1), weight).astype(dtype).reshape(*x.shape[:-1], weight.shape[0])
     else:
@@ -81,6 +84,16 @@ def add_linear(
     if isinstance(weight, Packed) and fused_refusal(x, weight, residual=True) is None:
         return int4_matmul_fused(x, weight, residual=residual)
     return residual + linear(x, weight)
+
+
+def _block_product(
+    x: Float[Array, "*batch in_features"], weight: BlockCodes, dtype: jnp.dtype | type
+) -> Float[Array, "*batch out_features"]:
+    if _one_row(x):
+        return row_product(x.reshape(-1), weight).astype(dtype).reshape(*x.shape[:-1], weight.shape[0])
+    if x.size <= FEW_ROWS * x.shape[-1] and divides(weight):
+        return product_by_columns(x, weight).astype(dtype)
+    return linear(x, decoded(weight, x.dtype), out_dtype=dtype)
 
 
 def _one_row(x: jax.Array) -> bool:

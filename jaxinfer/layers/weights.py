@@ -52,7 +52,7 @@ class StackedOutputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaledCodes:
-    """A weight of 8 bits: `codes`, int8 or float8_e4m3fn [out, in], times `scales`, float32 [out].
+    """A weight of 8 bits: `codes`, int8 or a float8 [out, in], times `scales`, float32 [out].
 
     One scale an output, so it is applied to the product. XLA converts the codes, which bfloat16 holds exactly, on
     their way into the product; no kernel of ours is needed.
@@ -66,18 +66,38 @@ class ScaledCodes:
         return self.codes.shape[0], self.codes.shape[1]
 
 
-type Weight = Float[Array, "_ _"] | PackedInt4 | PackedInt8 | PermutedInputs | StackedOutputs | ScaledCodes
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockCodes:
+    """A weight of 8-bit floats with a scale for each block: DeepSeek's and Qwen's fp8, of 128 x 128.
+
+    `codes` are float8_e4m3fn or float8_e5m2 [out, in], `scales` float32 [ceil(out / rows), ceil(in / columns)], and
+    `block` is (rows, columns): output n and input k are of block n // rows, k // columns. No kernel of ours reads
+    them: the products are XLA's, `jaxinfer.layers.block_codes`.
+    """
+
+    codes: jax.Array | np.ndarray
+    scales: jax.Array | np.ndarray
+    block: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+
+type Weight = Float[Array, "_ _"] | PackedInt4 | PackedInt8 | PermutedInputs | StackedOutputs | ScaledCodes | BlockCodes
 """A linear weight [out, in]: an array as checkpoints store it, or codes that the kernel reads as they are."""
 
 
 def precisions(params: Any) -> list[str]:
     """What weights of a pytree, abstract or not, are stored as: "int4", "float32"; most bytes first, no vectors."""
     found: collections.Counter[str] = collections.Counter()
-    for weight in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Packed | ScaledCodes)):
+    for weight in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Packed | ScaledCodes | BlockCodes)):
         if isinstance(weight, Packed):
             name = f"int{weight.bits}"
         else:
-            name = str(weight.codes.dtype if isinstance(weight, ScaledCodes) else weight.dtype)
+            name = str(weight.codes.dtype if isinstance(weight, ScaledCodes | BlockCodes) else weight.dtype)
         if len(weight.shape) > 1:
             found[name] += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
     return [name for name, _ in found.most_common()]

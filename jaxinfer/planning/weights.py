@@ -23,7 +23,7 @@ from checkpoints.quantized import QuantizedFolder, open_folder
 from jaxinfer.checkpoint_weights import match_tensors, wants_codes
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.packed_weights import PackedReader
 from jaxinfer.params import ParamSpec, ReadPacked, build, build_pieces, from_pieces, has_own_head, linear_names
 from jaxinfer.planning.target import Target
@@ -74,13 +74,15 @@ def bytes_by_precision(params: Params) -> dict[str, int]:
             found[f"int{leaf.bits}, groups of {leaf.group_size}"] += num_bytes(leaf)
         elif isinstance(leaf, ScaledCodes):
             found[str(leaf.codes.dtype)] += num_bytes(leaf)
+        elif isinstance(leaf, BlockCodes):
+            found[f"{leaf.codes.dtype}, blocks of {leaf.block[0]} x {leaf.block[1]}"] += num_bytes(leaf)
         else:
             found[str(leaf.dtype) if len(leaf.shape) > 1 else "norms and biases"] += num_bytes(leaf)
     return dict(found.most_common())
 
 
 def _is_codes(node: object) -> bool:
-    return isinstance(node, (Packed, ScaledCodes))
+    return isinstance(node, (Packed, ScaledCodes, BlockCodes))
 
 
 def num_bytes(tree: Any) -> int:
@@ -183,7 +185,7 @@ class _Outline:
 
     def quantized(self, name: str) -> QuantizedTensor | None:
         tensor = self.checkpoint.quantized(name)
-        return None if tensor is None else _Unread(tensor.shape, tensor.rows, tensor.permutation)
+        return None if tensor is None else _Unread(tensor.shape, tensor.rows, tensor.permutation, tensor.block_rows)
 
     def release(self, name: str) -> None:
         self.checkpoint.release(name)

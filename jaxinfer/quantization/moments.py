@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.layers.block_codes import decoded
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.packed_weights import DeviceWeight, HostWeight
 from pallas_kernels.int4_matmul import PackedInt4, PackedInt8, dequantize
 
@@ -32,6 +33,8 @@ def values_of(weight: HostWeight | DeviceWeight) -> Float[Array, "out in"]:
             return dequantize(weight)
         case ScaledCodes():
             return jnp.asarray(weight.codes).astype(jnp.float32) * jnp.asarray(weight.scales)[:, None]
+        case BlockCodes():
+            return decoded(weight, jnp.float32)
         case jax.Array() | np.ndarray():
             return jnp.asarray(weight).astype(jnp.float32)
 

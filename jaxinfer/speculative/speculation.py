@@ -4,7 +4,7 @@ import logging
 import threading
 import typing
 
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs, Weight
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs, Weight
 from jaxinfer.model import Model
 from jaxinfer.speculative.acceptance import Acceptance, Exact
 from jaxinfer.speculative.policy import Adaptive, Policy
@@ -108,4 +108,6 @@ def _stored(weight: Weight) -> str:
             return " and ".join(dict.fromkeys(_stored(part) for part in weight.parts))
         case ScaledCodes():
             return f"8 bits, {weight.codes.dtype}"
+        case BlockCodes():
+            return f"8 bits, {weight.codes.dtype}, blocks of {weight.block[0]} x {weight.block[1]}"
     return str(weight.dtype)

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from checkpoints.errors import CheckpointError
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.params import ParamSpec
 from jaxinfer.store.layouts import LAYOUT_VERSIONS, check_known, to_layout, unpacked
 from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8
 
 CODES = (PackedInt4, PackedInt8)
-KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (*CODES, PermutedInputs, StackedOutputs, ScaledCodes)}
+KINDS: Mapping[str, type] = {
+    kind.__name__: kind for kind in (*CODES, PermutedInputs, StackedOutputs, ScaledCodes, BlockCodes)
+}
 """What a weight may be beside an array. A store names them; it cannot name anything else."""
 LATER_FIELDS = {"whole": False}
 """Fields that earlier versions did not write, and what they meant."""
@@ -23,10 +25,12 @@ LATER_FIELDS = {"whole": False}
 DTYPES: Mapping[str, jnp.dtype] = {
     str(jnp.dtype(dtype)): jnp.dtype(dtype)
     for dtype in (
-        jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8, jnp.uint8, jnp.int16, jnp.int32,
+        jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.uint8, jnp.int16,
+        jnp.int32,
     )
 }  # fmt: skip
 FLOATS = ("float32", "bfloat16", "float16")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 MAX_SIZE = 2**40
 
@@ -168,8 +172,12 @@ def _check_part(part: Any, versions: Mapping[str, int], where: str) -> tuple[int
         case jax.ShapeDtypeStruct(shape=(out, inputs)) if str(part.dtype) in FLOATS:
             return out, inputs
         case ScaledCodes(codes=jax.ShapeDtypeStruct(shape=(out, inputs)), scales=jax.ShapeDtypeStruct()):
-            is_code = str(part.codes.dtype) in ("int8", "float8_e4m3fn")
+            is_code = str(part.codes.dtype) in ("int8", *FLOAT8)
             if is_code and part.scales.shape == (out,) and part.scales.dtype == jnp.float32:
+                return out, inputs
+        case BlockCodes(codes=jax.ShapeDtypeStruct(shape=(out, inputs)), scales=jax.ShapeDtypeStruct(), block=(m, n)):
+            is_block = type(m) is int and type(n) is int and min(m, n) > 0 and str(part.codes.dtype) in FLOAT8
+            if is_block and part.scales.dtype == jnp.float32 and part.scales.shape == (-(-out // m), -(-inputs // n)):
                 return out, inputs
         case PermutedInputs(weight=PackedInt4() | PackedInt8(), permutation=jax.ShapeDtypeStruct()):
             shape = _check_part(part.weight, versions, where)

@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names import TensorSource
 from checkpoints.tensors import TensorInfo
-from jaxinfer.layers.weights import PermutedInputs, ScaledCodes, StackedOutputs
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.store.reader import Store, rounded
 from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, unpack_codes
-
-_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 class StoredTensors:
@@ -55,7 +52,7 @@ class StoredTensors:
         codes = part.weight if isinstance(part, PermutedInputs) else part
         if isinstance(codes, Packed):
             return codes.bits
-        return 8 if isinstance(part, ScaledCodes) else None
+        return 8 if isinstance(part, ScaledCodes | BlockCodes) else None
 
     def quantized(self, name: str) -> QuantizedTensor | None:
         """The codes of a weight, None for a tensor that is not quantised."""
@@ -65,7 +62,8 @@ class StoredTensors:
         permutation = np.asarray(part.permutation) if isinstance(part, PermutedInputs) else None
         codes = part.weight if isinstance(part, PermutedInputs) else part
         shape = (self.tensors[name].shape[0], codes.shape[1])
-        return QuantizedTensor(shape, functools.partial(_rows, codes, start), permutation)
+        block_rows = codes.block[0] if isinstance(codes, BlockCodes) and start % codes.block[0] == 0 else 1
+        return QuantizedTensor(shape, functools.partial(_rows, codes, start), permutation, block_rows)
 
     def read_into(self, name: str, out: np.ndarray, rows: slice | None = None) -> None:
         """Reads a tensor, or a range of its rows, decoded, into `out` of any floating dtype."""
@@ -124,7 +122,12 @@ def _rows(weight: Any, first: int, start: int, stop: int) -> Codes:
         codes, scales = np.asarray(weight.codes[rows]).view(np.uint8), np.asarray(weight.scales[rows])[:, None]
         if weight.codes.dtype == np.int8:
             return Codes(codes + np.uint8(128), scales, None, None, 8, weight.shape[1])
-        return Codes(codes, scales, None, _E4M3, 8, weight.shape[1])
+        return Codes(codes, scales, None, _book(weight.codes.dtype), 8, weight.shape[1])
+    if isinstance(weight, BlockCodes):
+        block_rows, block_columns = weight.block
+        scales = np.asarray(weight.scales)[np.arange(rows.start, rows.stop) // block_rows]
+        codes = np.asarray(weight.codes[rows]).view(np.uint8)
+        return Codes(codes, scales, None, _book(weight.codes.dtype), 8, block_columns)
     offsets = None if weight.offsets is None else weight.offsets[rows]
     if isinstance(weight, PackedInt8):
         return Codes(weight.codes[rows], weight.scales[rows], offsets, None, 8, weight.group_size)
@@ -134,10 +137,17 @@ def _rows(weight: Any, first: int, start: int, stop: int) -> Codes:
     return Codes(unpack_codes(part), part.scales, offsets, book, 4, weight.group_size)
 
 
+def _book(dtype: Any) -> np.ndarray:
+    """The numbers of a float8."""
+    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+
+
 def _kind(part: Any) -> str:
     """What a table of tensors calls it."""
     if isinstance(part, PermutedInputs):
         return _kind(part.weight) + ", inputs in another order"
     if isinstance(part, Packed):
         return f"int{part.bits}, groups of {part.group_size}"
+    if isinstance(part, BlockCodes):
+        return f"{part.codes.dtype} codes, blocks of {part.block[0]} x {part.block[1]}"
     return f"{part.codes.dtype} codes" if isinstance(part, ScaledCodes) else str(part.dtype)
