@@ -9,7 +9,7 @@ import pytest
 from sampling_reference import kept_tokens, penalised, probabilities
 from scipy import stats
 
-from jaxinfer.sampling import draw_logits, gumbel, processed_logits, sample
+from jaxinfer.sampling import BLOCK, draw_logits, gumbel, processed_logits, sample
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_state import SamplerVariant, SamplingState, build_sampling_state, request_seed
 
@@ -160,6 +160,38 @@ def test_c5_rare_tokens_are_drawn_as_often_as_they_should():
     rare = np.log([2.0**-8, 1 - 2.0**-8])
     count = int(np.sum(draws(rare, 10_000) == 0))
     assert stats.binomtest(count, 10_000, 2.0**-8).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_p": 0.97}], ids=str)
+def test_draws_from_many_blocks_follow_the_reference_distribution(options):
+    """Blocks of very different weight, the last of them half padding: first a block is drawn, then a token in it."""
+    rng = np.random.default_rng(9)
+    logits = rng.normal(size=300).astype(np.float32) + np.repeat([0.0, 2.0, -1.0], [BLOCK, BLOCK, 300 - 2 * BLOCK])
+    expected = probabilities(logits, **options)
+    tokens = draws(logits, 20_000, **options)
+    counts = np.bincount(tokens, minlength=300)
+    assert not counts[expected == 0].any()
+    common = expected * len(tokens) >= 5
+    observed = [*counts[common], counts[~common].sum()]
+    wanted = [*expected[common], expected[~common].sum()]
+    held = np.array(wanted) > 0
+    assert stats.chisquare(np.array(observed)[held], np.array(wanted)[held] * len(tokens)).pvalue > 1e-3
+
+
+def test_a_token_far_below_the_others_of_its_block_is_drawn_with_its_share():
+    """A block's weight is a sum, and its place within the block is as likely as its own weight says."""
+    logits = np.full(2 * BLOCK, -np.inf, np.float32)
+    logits[[3, BLOCK, BLOCK + 7]] = np.log([0.5, 0.48, 0.02])
+    counts = np.bincount(draws(logits, 10_000), minlength=len(logits))[[3, BLOCK, BLOCK + 7]]
+    assert counts.sum() == 10_000
+    assert stats.chisquare(counts, np.array([0.5, 0.48, 0.02]) * 10_000).pvalue > 1e-3
+
+
+def test_noise_is_made_for_blocks_and_not_for_every_token():
+    state, variant = build([SamplingParams()] * 2, vocab=64 * BLOCK)
+    arguments = (jnp.zeros((2, 64 * BLOCK)), state, jnp.zeros(2, jnp.int32))
+    traced = jax.make_jaxpr(lambda logits, state, generated: sample(logits, state, variant, generated))(*arguments)
+    assert sizes_of(traced.jaxpr, "random_bits") == [2 * (64 + BLOCK)]
 
 
 @pytest.mark.parametrize("bits", [0, 2**32 - 1])
@@ -461,15 +493,23 @@ def test_variants_unite_and_a_narrower_one_is_refused():
         sample(jnp.zeros((1, 64)), state, filtered, jnp.zeros(1, jnp.int32))
 
 
-def primitives(jaxpr) -> set[str]:
-    names = set()
+def equations(jaxpr):
+    """Those of a jaxpr and of all within it."""
     for equation in jaxpr.eqns:
-        names.add(equation.primitive.name)
+        yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                names |= primitives(inner)
-    return names
+                yield from equations(inner)
+
+
+def primitives(jaxpr) -> set[str]:
+    return {equation.primitive.name for equation in equations(jaxpr)}
+
+
+def sizes_of(jaxpr, primitive: str) -> list[int]:
+    """Elements that each use of a primitive makes."""
+    return [equation.outvars[0].aval.size for equation in equations(jaxpr) if equation.primitive.name == primitive]
 
 
 @pytest.mark.parametrize(
