@@ -19,9 +19,16 @@ class LLM:
     """One model behind one engine. A folder that holds only a config.json gets random weights."""
 
     def __init__(
-        self, model: str, *, max_model_len: int | None = None, int4: bool = False, warmup: bool = True, **engine: Any
+        self,
+        model: str,
+        *,
+        max_model_len: int | None = None,
+        int4: bool = False,
+        kv_dtype: str | None = None,
+        warmup: bool = True,
+        **engine: Any,
     ) -> None:
-        self.model = load(model, int4)
+        self.model = load(model, int4, kv_dtype)
         self.engine = ji.Engine(self.model, ji.EngineConfig(max_context=max_model_len, **engine))
         if warmup:
             self.engine.warmup()
@@ -34,9 +41,9 @@ class LLM:
         return self.engine.generate(plain, sampling_params, progress=use_tqdm)
 
 
-def load(name: str, int4: bool) -> ji.Model:
+def load(name: str, int4: bool, kv_dtype: str | None = None) -> ji.Model:
     """A shape of `benchmarks/shapes`, another folder with only a config.json, or anything `jaxinfer.load` takes."""
     folder = ROOT / "shapes" / name if (ROOT / "shapes" / name).exists() else pathlib.Path(name)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.gguf")):
-        return ji.load(folder, random_weights=0, quantize="int4" if int4 else None)
-    return ji.load(name, packed=int4)
+        return ji.load(folder, random_weights=0, quantize="int4" if int4 else None, kv_dtype=kv_dtype)
+    return ji.load(name, packed=int4, kv_dtype=kv_dtype)

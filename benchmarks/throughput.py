@@ -26,8 +26,9 @@ def workload(num_requests: int, longest: int, largest_id: int) -> tuple[list[lis
     return prompts, [rng.randint(low, longest) for _ in range(num_requests)]
 
 
-def options_for(engine: str, longest: int, batch: int, prefill_rows: list[int], int4: bool) -> dict[str, Any]:
+def options_for(arguments: argparse.Namespace) -> dict[str, Any]:
     """What each engine needs beside the model."""
+    engine, longest, batch = arguments.engine, arguments.longest, arguments.batch
     if engine == "vllm":
         options = {"max_model_len": 2 * longest, "load_format": "dummy", "skip_tokenizer_init": True}
         return options | {"enable_prefix_caching": False}  # a repeat must compute its prompts again
@@ -35,16 +36,16 @@ def options_for(engine: str, longest: int, batch: int, prefill_rows: list[int], 
         return {"max_model_len": 2 * longest}
     import jaxinfer as ji  # only if it is what runs
 
-    step = max(16, longest // 8)
     return {
         "max_model_len": 2 * longest,
-        "int4": int4,
+        "int4": arguments.int4,
+        "kv_dtype": arguments.kv,
         "max_decode_batch": batch,
         "max_prefill_tokens": 256 * longest,  # all prompts in one round, so that few calls are not full
-        "prefill_lengths": (*range(step, longest + step, step), 2 * longest),  # whole prompts, none in pieces
+        "prefill_tile": arguments.tile,  # prompts fill calls whatever their lengths: padding is half a tile each
+        "prefill_lengths": tuple(max(arguments.tile, longest * rows) for rows in (1, 2, 4, 8)),
         "decode_stall_tokens": 256 * longest,  # throughput, not latency: prompts first
         "decode_rows": tuple(sorted({max(1, batch * eighths // 8) for eighths in range(1, 9)})),
-        "prefill_rows": tuple(prefill_rows),
         "prefix_cache": False,  # as for vLLM
         "sampling": (ji.SamplingParams(temperature=0.6),),
     }
@@ -59,7 +60,8 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1024, help="of prompts and of outputs, in tokens")
     parser.add_argument("--largest-id", type=int, default=10000, help="of prompts' tokens; others draw other lengths")
     parser.add_argument("--batch", type=int, default=256, help="jaxinfer: sequences decoded at once")
-    parser.add_argument("--prefill-rows", type=int, nargs="+", default=[8], help="jaxinfer: prompts a prefill call")
+    parser.add_argument("--tile", type=int, default=32, help="jaxinfer: tokens of a row of a prefill call")
+    parser.add_argument("--kv", help="jaxinfer: type of the key-value cache, such as int8 (default: the weights')")
     parser.add_argument("--repeats", type=int, default=2, help="the fastest counts; for nanovllm give 1")
     parser.add_argument("--timeline", type=pathlib.Path, help="jaxinfer: a picture of the last run")
     parser.add_argument("--results", type=pathlib.Path, help="jaxinfer: folder for the JSON lines")
@@ -70,10 +72,7 @@ def main() -> None:
     params = [module.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count) for count in outputs]
     given: list[Any] = [{"prompt_token_ids": ids} for ids in prompts] if arguments.engine == "vllm" else [*prompts]
     start = time.perf_counter()
-    llm = module.LLM(
-        arguments.model,
-        **options_for(arguments.engine, arguments.longest, arguments.batch, arguments.prefill_rows, arguments.int4),
-    )
+    llm = module.LLM(arguments.model, **options_for(arguments))
     short = module.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=16)
     llm.generate(given[:1], [short], use_tqdm=False)
     print(f"ready after {time.perf_counter() - start:.1f} s", flush=True)
@@ -99,6 +98,7 @@ def main() -> None:
     case = {
         "model": arguments.model,
         "weights": serving.weights_of(llm.model),
+        **({} if arguments.kv is None else {"kv": arguments.kv}),
         "requests": arguments.requests,
         "longest": arguments.longest,
         "policy": "all at once",

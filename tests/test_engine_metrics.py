@@ -114,6 +114,29 @@ def test_rows_that_a_call_would_compute_anyway_are_given_to_shorter_pieces() -> 
     assert calls(5, 6, 7, 8, 8, 1) == [(4, 8, [8, 8, 7, 6]), (1, 8, [5]), (1, 4, [1])]
 
 
+def test_pieces_are_laid_into_calls_row_by_row() -> None:
+    """Rows of 4 tokens in calls of 2 or 6: a piece goes on in the next call, and only its last row ends it."""
+    config = dataclasses.replace(cases.CONFIG, prefill_tile=4, prefill_lengths=(8, 24))
+    chosen = settle(config, cases.model())
+    assert chosen.rules.prefill_lengths == (4, 8, 12, 16, 20, 24)
+    assert chosen.rules.padded(13) == 16
+    programs = Programs(cases.model(), chosen, kv_cache.create(cases.model().config, 2, 4, jnp.float32))
+    pieces, requests = [], {}
+    for start, length, last in ((0, 13, True), (8, 9, False), (0, 5, True), (0, 2, True)):
+        sequence = Sequence(cases.prompt(start + length), start + length, 1, 0)
+        requests[sequence] = requests_for(cases.model(), [sequence.tokens], cases.params(max_tokens=1))[0]
+        pieces.append(Piece(sequence, start, length, last))
+    calls = list(calls_for(pieces, requests, programs))
+    assert [call.size for call in calls] == [Size("prefill", 6, 4), Size("prefill", 6, 4)]
+    assert [[(row.start, row.length, row.last) for row in call.pieces] for call in calls] == [
+        [(0, 4, False), (4, 4, False), (8, 4, False), (12, 1, True), (8, 4, False), (12, 4, False)],
+        [(16, 1, False), (0, 4, False), (4, 1, True), (0, 2, True)],
+    ]
+    assert {size.kind for size in programs.expected()} == {
+        *("decode", "prefill", "prefill_scored", "start", "blank", "copy")
+    }
+
+
 def test_needs_beyond_the_examples_compile_once_and_are_counted() -> None:
     """From greedy alone to all parts of the sampler to a longer list of biases, while others run on."""
     greedy = cases.params()

@@ -407,6 +407,7 @@ def test_g3_request_at_the_wall_of_the_pool() -> None:
         ({"page_size": None}, "page_size=None; expected an integer of at least 1"),
         ({"memory_fraction": "half"}, r"memory_fraction='half'; expected a number in \(0, 1\]"),
         ({"prefill_lengths": 64}, "prefill_lengths=64; expected ascending integers"),
+        ({"prefill_tile": 0}, "prefill_tile=0; expected an integer of at least 1"),
         ({"decode_rows": ("1", "2")}, r"decode_rows=\('1', '2'\); expected ascending integers"),
         ({"prefix_cache": 1}, "prefix_cache=1; expected True or False"),
         ({"decode_order": ["shortest"]}, r"decode_order=\['shortest'\]; expected one of"),
@@ -434,6 +435,7 @@ def test_bad_configurations_are_named(fields: dict, message: str) -> None:
         ({"max_context": 128, "num_pages": 20}, "max_context=128 needs more than the 20 pages of 4 tokens"),
         ({"decode_rows": (2,)}, r"decode_rows=\(2,\): the largest is below max_decode_batch=4"),
         ({"max_prefill_tokens": 8}, r"max_prefill_tokens=8 is below the shortest of prefill_lengths=\(16,\)"),
+        ({"prefill_tile": 5}, r"prefill_lengths=\(16,\): expected multiples of prefill_tile=5"),
     ],
     ids=str,
 )

@@ -20,6 +20,9 @@ class Call:
 
 def calls_for(pieces: Sequence[Piece], requests: Mapping[Track, Request], programs: Programs) -> Iterator[Call]:
     """Groups pieces into calls. Those that begin a sequence come first: others may read the pages they write."""
+    if programs.settings.packed:
+        yield from _packed(pieces, requests, programs)
+        return
     yield from _grouped([piece for piece in pieces if piece.start == 0], requests, programs)
     yield from _grouped([piece for piece in pieces if piece.start > 0 and not piece.after_pieces], requests, programs)
     for piece in pieces:
@@ -32,18 +35,10 @@ def _grouped(pieces: Sequence[Piece], requests: Mapping[Track, Request], program
     ones have its other rows, which would be computed anyway. Scored pieces go alone."""
     rules, rest = programs.settings.rules, list[Piece]()
     for piece in sorted(pieces, key=lambda piece: -piece.length):
-        if not _is_scored(piece, requests):
+        if _is_scored(piece, requests):
+            yield _scored(piece, requests, programs)
+        else:
             rest.append(piece)
-            continue
-        count = listed(requests[piece.sequence].params.prompt_logprobs or 0, programs.config)
-        size = Size(
-            "prefill_scored",
-            programs.settings.prefill_rows[0],
-            rules.padded(piece.length),
-            from_empty=piece.start == 0,
-            num_logprobs=count,
-        )
-        yield Call((piece,), size)
     sizes = programs.prefill_sizes()
     while rest:
         length = rules.padded(rest[0].length)
@@ -52,6 +47,47 @@ def _grouped(pieces: Sequence[Piece], requests: Mapping[Track, Request], program
         rows = next((n for n in reversed(choices) if 2 * num_alike > n), choices[0])
         yield Call(tuple(rest[:rows]), Size("prefill", rows, length, from_empty=rest[0].start == 0))
         del rest[:rows]
+
+
+def _packed(pieces: Sequence[Piece], requests: Mapping[Track, Request], programs: Programs) -> Iterator[Call]:
+    """Pieces in order, each cut into as many rows as it needs; every call is full but those that end a round or come
+    before a scored piece, which goes alone.
+
+    A row may continue one of its own call: a layer writes all keys and values before it reads any.
+    """
+    sizes = programs.settings.packed
+    most, tile = sizes[-1]
+    waiting = list[Piece]()
+
+    def last_call() -> Iterator[Call]:
+        if waiting:
+            rows = next(rows for rows, _ in sizes if rows >= len(waiting))
+            yield Call(tuple(waiting), Size("prefill", rows, tile))
+            waiting.clear()
+
+    for piece in pieces:
+        if _is_scored(piece, requests):
+            yield from last_call()
+            yield _scored(piece, requests, programs)
+            continue
+        waiting += _rows(piece, tile)
+        while len(waiting) >= most:
+            yield Call(tuple(waiting[:most]), Size("prefill", most, tile))
+            del waiting[:most]
+    yield from last_call()
+
+
+def _rows(piece: Piece, tile: int) -> Iterator[Piece]:
+    end = piece.start + piece.length
+    for start in range(piece.start, end, tile):
+        yield Piece(piece.sequence, start, min(tile, end - start), piece.last and start + tile >= end)
+
+
+def _scored(piece: Piece, requests: Mapping[Track, Request], programs: Programs) -> Call:
+    """The call of a piece whose tokens are scored."""
+    count = listed(requests[piece.sequence].params.prompt_logprobs or 0, programs.config)
+    rows, length = next((rows, length) for rows, length in programs.scored_sizes() if length >= piece.length)
+    return Call((piece,), Size("prefill_scored", rows, length, from_empty=piece.start == 0, num_logprobs=count))
 
 
 def _is_scored(piece: Piece, requests: Mapping[Track, Request]) -> bool:

@@ -38,6 +38,10 @@ class EngineConfig:
         prefill_lengths: Lengths to which pieces of prompts are padded, multiples of 64; longer prompts go in pieces of
             the longest.
         prefill_rows: Numbers of pieces of one length computed in one call.
+        prefill_tile: Lay prompts into calls in rows of so many tokens, as many rows as each needs: prompts of any lengths
+            then fill a call. `prefill_lengths` are what calls hold in all, multiples of the tile, and `prefill_rows`
+            does not count. It pays where a kernel reads the pages, 128 // (query heads of a KV head) tokens at once.
+            By default a row is a piece of its own, padded to its length.
         decode_rows: Numbers of rows that decode programs exist for; the largest is `max_decode_batch`.
         decode_chunk: Decode steps in one program (16; 4): the host admits, stops and streams between chunks. Half as
             many with drafted tokens.
@@ -67,6 +71,7 @@ class EngineConfig:
     max_prefill_tokens: int | None = None
     prefill_lengths: tuple[int, ...] | None = None
     prefill_rows: tuple[int, ...] = (1, 4)
+    prefill_tile: int | None = None
     decode_rows: tuple[int, ...] | None = None
     decode_chunk: int | None = None
     decode_stall_tokens: int | None = None
@@ -124,6 +129,7 @@ _INTEGERS = {
     "num_pages": 2,
     "page_size": 1,
     "max_prefill_tokens": 1,
+    "prefill_tile": 1,
     "decode_chunk": 1,
     "decode_stall_tokens": 1,
     "host_pages": 0,
@@ -162,6 +168,9 @@ class Settings:
     """Numbers of listed logprobs of prompts that programs exist for."""
     drafted: tuple[int, ...] = (0,)
     """Numbers of drafted tokens a step that decode programs exist for."""
+    packed: tuple[tuple[int, int], ...] = ()
+    """(rows, tokens of a row) of prefill programs into which pieces are laid row by row, ascending. Empty: a row is a
+    piece, and `prefill_rows` and the rules have their sizes."""
 
     @property
     def spare_tokens(self) -> int:
@@ -190,6 +199,7 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
     if lengths[0] > tokens:
         raise ValueError(f"max_prefill_tokens={tokens} is below the shortest of prefill_lengths={lengths}")
     lengths = tuple(length for length in lengths if length <= tokens)
+    packed = _packed(config.prefill_tile, lengths, drafts=speculation is not None)
     page_bytes = kv_cache.bytes_per_token(model.config, model.cache_dtype) * config.page_size
     drafted = (0,)
     if speculation is not None:
@@ -200,8 +210,10 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
     num_pages = config.num_pages
     if num_pages is None:
         # The most that a call computes, of prompts or of scoring; a round may have several.
-        call = max(config.prefill_rows[0] * lengths[-1], min(tokens, Limits.default().prefill_tokens))
-        budget = _pool_bytes(model, config.memory_fraction, call, batch * (1 + spare))
+        most = lengths[-1] * (1 if packed else config.prefill_rows[0])
+        call = max(most, min(tokens, Limits.default().prefill_tokens))
+        sampled = max(batch * (1 + spare), packed[-1][0] if packed else 0)
+        budget = _pool_bytes(model, config.memory_fraction, call, sampled)
         num_pages = min(budget // page_bytes, 1 + sequences * -(-(longest + spare) // config.page_size))
         if num_pages < 2:
             raise ValueError(f"{budget / 1e9:.3g} GB are left for the KV cache, less than a page; use a smaller model")
@@ -238,7 +250,7 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         max_decode_batch=min(batch, sequences),
         decode_chunk=config.decode_chunk or (4 if on_cpu else 16),
         max_prefill_tokens=tokens,
-        prefill_lengths=lengths,
+        prefill_lengths=_multiples(config.prefill_tile, lengths[-1]) if config.prefill_tile else lengths,
         stall_tokens=config.decode_stall_tokens or (512 if on_cpu else 2048),
         decode_order=config.decode_order,
         policy=config.policy,
@@ -260,6 +272,7 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         config.prefix_cache or cuts,
         scored,
         drafted,
+        packed,
     )
 
 
@@ -270,6 +283,21 @@ def _ladder(first: int, factor: int, last: int) -> tuple[int, ...]:
         sizes.append(first)
         first *= factor
     return (*sizes, last)
+
+
+def _packed(tile: int | None, lengths: tuple[int, ...], *, drafts: bool) -> tuple[tuple[int, int], ...]:
+    """(rows, tokens of a row) of calls of `lengths` tokens, none without a tile."""
+    if tile is None:
+        return ()
+    if drafts:
+        raise ValueError(f"prefill_tile={tile} with a draft, whose prompts are computed piece by piece; leave one out")
+    if any(length % tile for length in lengths):
+        raise ValueError(f"prefill_lengths={lengths}: expected multiples of prefill_tile={tile}")
+    return tuple((length // tile, tile) for length in lengths)
+
+
+def _multiples(of: int, last: int) -> tuple[int, ...]:
+    return tuple(range(of, last + of, of))
 
 
 def _prefill_lengths(max_tokens: int, on_cpu: bool) -> tuple[int, ...]:

@@ -127,14 +127,17 @@ class Programs:
                 for width in settings.page_widths:
                     for drafted in settings.drafted:
                         yield Size("decode", rows=rows, width=width, layout=layout, num_drafted=drafted)
+        begun = (True, False) if settings.continues else (True,)
         for rows, length in self.prefill_sizes():
-            for from_empty in (True, False) if settings.continues else (True,):
+            for from_empty in (False,) if settings.packed else begun:
                 yield Size("prefill", rows=rows, length=length, from_empty=from_empty)
-                if rows == settings.prefill_rows[0]:
-                    for count in settings.scored:
-                        yield Size("prefill_scored", rows, length, from_empty=from_empty, num_logprobs=count)
+        scored = self.scored_sizes() if settings.scored else []
+        for rows, length in scored:
+            for count in settings.scored:
+                for from_empty in begun:
+                    yield Size("prefill_scored", rows, length, from_empty=from_empty, num_logprobs=count)
         for layout in settings.layouts:
-            for rows in settings.prefill_rows:
+            for rows in sorted({rows for rows, _ in (*self.prefill_sizes(), *scored)}):
                 yield Size("start", rows=rows, layout=layout)
             yield Size("blank", layout=layout)
         yield Size("copy")
@@ -144,12 +147,20 @@ class Programs:
     def prefill_sizes(self) -> list[tuple[int, int]]:
         """(rows, length) of prefill programs: a single row of any length, several while they make a call fuller."""
         rules = self.settings.rules
+        if self.settings.packed:
+            return [*self.settings.packed]
         return [
             (rows, length)
             for rows in self.settings.prefill_rows
             for length in rules.prefill_lengths
             if rows == self.settings.prefill_rows[0] or rows * length <= min(rules.max_prefill_tokens, FULL_CALL)
         ]
+
+    def scored_sizes(self) -> list[tuple[int, int]]:
+        """(rows, length) of prefill programs that score their only piece, ascending by length."""
+        if self.settings.packed:
+            return [(1, rows * length) for rows, length in self.settings.packed]
+        return [(self.settings.prefill_rows[0], length) for length in self.settings.rules.prefill_lengths]
 
     def _key_of(self, size: Size) -> tuple[object, ...]:
         """What tells this program apart from all others of the process."""
