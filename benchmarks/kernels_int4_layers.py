@@ -63,6 +63,7 @@ class Way:
     ahead: dict[str, int] = dataclasses.field(default_factory=dict)
     at_once: bool = False
     hinted: dict[str, int] = dataclasses.field(default_factory=dict)
+    norm_hinted: bool = False
 
 
 IDLE = {"o": 3, "qkv": 3}
@@ -85,6 +86,8 @@ WAYS = [
     Way("hinted o, qkv; one of the others", 40.6, hinted={"o": 2, "qkv": 3, "gate_up": 1, "down": 1}),
     Way("hinted o, qkv; two of the others", 41.0, hinted={"o": 2, "qkv": 3, "gate_up": 2, "down": 2}),
     Way("early o, qkv; hinted one of the others", 39.9, early=IDLE, hinted={"gate_up": 1, "down": 1}),
+    Way("hinted norms", 43.1, norm_hinted=True),
+    Way("hinted norms, early o, qkv", 39.9, early=IDLE, norm_hinted=True),
 ]
 PREDICTED_MANY = {0: 52.0, 2: 49.0, 3: 46.0, 13: 46.5, 9: 45.0}
 """Which of them at 8 rows, and what was predicted of them."""
@@ -99,7 +102,9 @@ def schedules_of(way: Way, rows: int) -> dict[str, Schedule]:
                 lambda shape=shape: random_weight(jax.random.key(0), Case(rows, shape[0], shape[1], 0))
             )
             schedule = dataclasses.replace(tuning.plan_for(rows, weight, fusion=fusion).schedule, early=0)
-        schedules[name] = dataclasses.replace(schedule, early=way.early.get(name, 0), hinted=way.hinted.get(name, 0))
+        schedules[name] = dataclasses.replace(
+            schedule, early=way.early.get(name, 0), hinted=way.hinted.get(name, 0), norm_hinted=way.norm_hinted
+        )
     return schedules
 
 
@@ -113,26 +118,29 @@ def attention(qkv: Any, pools: Any, table: Any, positions: Any, angles: Any) -> 
     return out[:, 0], *pool
 
 
-def weights() -> list[dict[str, PackedInt4]]:
+def weights() -> list[dict[str, Any]]:
     """Scales so small that gates are in the range where they do something."""
 
     @jax.jit
-    def layer(seed: jax.Array) -> dict[str, PackedInt4]:
-        made = {}
+    def layer(seed: jax.Array) -> dict[str, Any]:
+        made: dict[str, Any] = {}
         for i, (name, (shape, _)) in enumerate(SHAPES.items()):
             weight = random_weight(jax.random.fold_in(jax.random.key(seed), i), Case(1, shape[0], shape[1], 0))
             made[name] = dataclasses.replace(weight, scales=weight.scales * jnp.asarray(0.003, weight.scales.dtype))
+            made[f"{name} norm"] = jax.random.uniform(
+                jax.random.fold_in(jax.random.key(seed), 9 + i), (4096,), jnp.float32, 0.5, 1.5
+            )
         return made
 
     return [layer(seed) for seed in range(LAYERS)]
 
 
 def program(way: Way, rows: int) -> Any:
-    """jit of (x, pools, norm, layers) -> (x after all layers, pools)."""
+    """jit of (x, pools, layers) -> (x after all layers, pools)."""
     schedules = schedules_of(way, rows)
 
     def product(
-        name: str, x: jax.Array, layer: dict[str, PackedInt4], following: PackedInt4 | None, **given: jax.Array
+        name: str, x: jax.Array, layer: dict[str, Any], following: PackedInt4 | None, **given: jax.Array
     ) -> jax.Array:
         fusion, options = SHAPES[name][1], {}
         strips = way.ahead.get(name, 0)
@@ -144,7 +152,7 @@ def program(way: Way, rows: int) -> Any:
             x, layer[name], **given, **options, schedule=schedules[name], out_dtype=BF16, fusion=fusion
         )
 
-    def step(carry: Any, norm: jax.Array, layers: list[dict[str, PackedInt4]]) -> tuple[Any, jax.Array]:
+    def step(carry: Any, layers: list[dict[str, Any]]) -> tuple[Any, jax.Array]:
         x, pools = carry
         start, after = x, []
         table = jnp.arange(rows * PAGES, dtype=jnp.int32).reshape(rows, PAGES)
@@ -152,48 +160,44 @@ def program(way: Way, rows: int) -> Any:
         angles = jnp.zeros((rows, HEAD_DIM // 2), jnp.float32)
         for i, layer in enumerate(layers):
             last = i == len(layers) - 1
-            qkv = product("qkv", x, layer, layer["o"], norm=norm)
+            qkv = product("qkv", x, layer, layer["o"], norm=layer["qkv norm"])
             heads, *pool = attention(qkv, pools[i], table, positions, angles)
             after.append(tuple(pool))
             x = product("o", heads, layer, layer["gate_up"], residual=x)
-            hidden = product("gate_up", x, layer, layer["down"], norm=norm)
+            hidden = product("gate_up", x, layer, layer["down"], norm=layer["gate_up norm"])
             x = x + product("down", hidden, layer, None if last else layers[i + 1]["qkv"])
         # Every step begins with the same x, and waits for the one before.
         return (jnp.where(jnp.isnan(x), x, start), after), x
 
-    def loop(x: jax.Array, pools: Any, norm: jax.Array, layers: Any) -> Any:
-        (_, pools), outs = lax.scan(lambda carry, _: step(carry, norm, layers), (x, pools), None, length=STEPS)
+    def loop(x: jax.Array, pools: Any, layers: Any) -> Any:
+        (_, pools), outs = lax.scan(lambda carry, _: step(carry, layers), (x, pools), None, length=STEPS)
         return outs, pools
 
     return jax.jit(loop)
 
 
-def given(rows: int) -> tuple[jax.Array, list[tuple[jax.Array, ...]], jax.Array]:
-    keys = jax.random.split(jax.random.key(5), 3)
+def given(rows: int) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
+    keys = jax.random.split(jax.random.key(5))
     shape = (rows * PAGES, KV_HEADS, PAGE, HEAD_DIM)
     pools = [
         tuple(jax.random.normal(jax.random.fold_in(keys[1], 2 * i + j), shape, BF16) for j in range(2))
         for i in range(LAYERS)
     ]
-    return (
-        jax.random.normal(keys[0], (rows, 4096), BF16),
-        pools,
-        jax.random.uniform(keys[2], (4096,), jnp.float32, 0.5, 1.5),
-    )
+    return jax.random.normal(keys[0], (rows, 4096), BF16), pools
 
 
 def measure(
     recorder: Recorder, way: Way, rows: int, function: Any, layers: Any, expected: dict[Any, Any], predicted: float
 ) -> None:
-    x, pools, norm = given(rows)
-    outs, _ = jax.block_until_ready(function(x, pools, norm, layers))
+    x, pools = given(rows)
+    outs, _ = jax.block_until_ready(function(x, pools, layers))
     first = expected.setdefault((rows, way.scaled), outs[0])
     same = bool(jnp.array_equal(outs, jnp.broadcast_to(first[None], outs.shape)))
     finite = bool(jnp.isfinite(outs.astype(jnp.float32)).all())
     times = []
     for _ in range(CALLS):
         started = time.perf_counter()
-        jax.block_until_ready(function(x, pools, norm, layers))
+        jax.block_until_ready(function(x, pools, layers))
         times.append((time.perf_counter() - started) / STEPS / LAYERS * 1e6)
     verdict = f"{'same bits' if same else 'OTHER BITS'}{'' if finite else ', NOT FINITE'}"
     print(f"{way.name}: predicted {predicted} us, best {min(times):.2f}, {verdict}")
@@ -203,8 +207,8 @@ def measure(
 
 def kernels(way: Way, rows: int, function: Any, layers: Any) -> None:
     """Prints each kernel's own time by CUPTI, in order, the median of all layers."""
-    x, pools, norm = given(rows)
-    _, timings = profiler.measure(function, aggregate=False)(x, pools, norm, layers)
+    x, pools = given(rows)
+    _, timings = profiler.measure(function, aggregate=False)(x, pools, layers)
     if not timings:
         raise RuntimeError("CUPTI saw no kernel")
     anchors = [i for i, (name, _) in enumerate(timings) if "attention" in name][1:-1]

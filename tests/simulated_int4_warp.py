@@ -266,7 +266,7 @@ def _run_block(plan: Plan, arguments: Any, slice_: int, block: int) -> None:
 
     def program(warp: SimulatedWarp, _: int) -> None:
         w = SimulatedWideWarp(warp, barriers)
-        if plan.schedule.early or plan.schedule.hinted:
+        if plan.asks_early:
             mosaic.ask_early(w, plan, arguments, w.integer(slice_), w.integer(block))
         mosaic.multiply(w, plan, arguments, w.integer(slice_), w.integer(block))
 

@@ -70,7 +70,12 @@ def test_fused_kernel_on_simulated_warps(rows, in_features, group_size, schedule
         (1, 1024, 128, Schedule(warps=4, parts=2, strips=4, depth=2, blocks=3, scaled=True, bulk=True)),
         (1, 1024, 128, Schedule(warps=4, parts=2, strips=4, depth=3, blocks=3, scaled=True, bulk=True, early=2)),
         (1, 1024, 128, Schedule(warps=4, parts=2, strips=2, depth=3, blocks=5, scaled=True, early=3)),
-        (1, 1024, 128, Schedule(warps=8, parts=1, strips=2, depth=1, blocks=5, scaled=True, hinted=3)),
+        (
+            1,
+            1024,
+            128,
+            Schedule(warps=8, parts=1, strips=2, depth=1, blocks=5, scaled=True, hinted=3, norm_hinted=True),
+        ),
     ],
 )
 def test_other_schedules_on_simulated_warps(rows, in_features, group_size, schedule) -> None:

@@ -33,7 +33,7 @@ from pallas_kernels.int4_matmul.ahead import Ahead, Next, hint
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens, bias_of
-from pallas_kernels.int4_matmul.packing import STRIP, Kind
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, Kind
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PIECE_BYTES, PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.scaled import Row, Scaled
@@ -68,6 +68,8 @@ def ask_early(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None
     if plan.schedule.early:
         stream.open()
         stream.fill(0, plan.schedule.early)
+    if plan.schedule.norm_hinted and a.norm is not None:
+        w.prefetch(a.norm, stream.first_tile * (4 * COLUMNS), 4 * plan.warp_columns, w.lane < 1)
     for strip in range(plan.schedule.hinted):
         hint(w, plan, a.weights, slice_, stream, strip)
     if a.ahead is not None and a.ahead.next.at_once:
@@ -286,7 +288,7 @@ def partial_sums(
 
         # The next kernel may be brought onto the card: it waits for this one's end, as this one for the last one's.
         plgpu.griddepcontrol_launch_dependents()
-        if schedule.early or schedule.hinted:
+        if plan.asks_early:
             emit(ask_early)
         plgpu.griddepcontrol_wait()
         emit(program)

@@ -23,7 +23,7 @@ class Schedule:
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
     and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py. `early` strips of the `depth` are asked for
     before the kernel before this one has ended, which is for weights that no kernel of the program writes;
-    `hinted` strips come into the L2 cache by then, which is for any weight.
+    `hinted` strips come into the L2 cache by then, which is for any weight, and, where `norm_hinted`, a norm's weights.
     """
 
     warps: int = 16
@@ -36,6 +36,7 @@ class Schedule:
     bulk: bool = False
     early: int = 0
     hinted: int = 0
+    norm_hinted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +150,11 @@ class Plan:
     def segments(self) -> int:
         """Segments of a warp's inputs."""
         return self.warp_columns // self.segment
+
+    @property
+    def asks_early(self) -> bool:
+        """Whether there is something to ask for before the kernel before this one has ended."""
+        return self.schedule.early > 0 or self.schedule.hinted > 0 or self.schedule.norm_hinted
 
     @property
     def even(self) -> bool:
