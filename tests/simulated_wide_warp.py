@@ -4,6 +4,7 @@ What is asynchronous happens as late as it may: products read their registers an
 their sums, so a slot that is given back too early shows as a wrong result. Copies start by poisoning their destination.
 """
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
 from pallas_kernels.int4_matmul import mosaic, wide, wide_arrange, wide_dequantize
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import TokenOrder, WidePlan, WideSchedule
 
 BF16 = ml_dtypes.bfloat16
 
@@ -285,10 +286,24 @@ def simulate(x: np.ndarray, weight: Packed, schedule: WideSchedule, out_dtype: s
     plan = WidePlan.of(x.shape[0], weight, schedule)
     out = np.full(schedule.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
     image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
-    arguments = _arguments(weight, image, out, out_dtype)
-    for cluster in range(plan.clusters):
-        _run_cluster(plan, arguments, cluster)
+    _run(plan, weight, image, out, out_dtype)
     return out.reshape(schedule.slices, plan.rows, plan.out_features)
+
+
+def simulate_gated(
+    x: np.ndarray, weight: Packed, schedule: WideSchedule, order: TokenOrder | None, out_dtype: str = "float32"
+) -> np.ndarray:
+    """silu(gate) * other: [rows, results], or bits of bfloat16 in the order of the next product's x."""
+    plan = dataclasses.replace(WidePlan.of(x.shape[0], weight, schedule), gated=True, result_order=order)
+    image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
+    if order is None:
+        out = np.full(plan.rows * plan.results, np.nan, DTYPES[out_dtype])
+        _run(plan, weight, image, out, out_dtype)
+        return out.reshape(plan.rows, plan.results)
+    shape = wide_arrange.shape(plan.rows, plan.results, order)
+    out = np.full(2 * np.prod(shape), np.nan, BF16)
+    _run(plan, weight, image, out, "bfloat16")
+    return out.view(np.int32).reshape(shape)
 
 
 def simulate_dequantize(weight: Packed) -> np.ndarray:
@@ -309,7 +324,7 @@ def simulate_dequantize(weight: Packed) -> np.ndarray:
 def simulate_arrange(x: np.ndarray, plan: WidePlan) -> np.ndarray:
     """What the kernel that reorders x (bfloat16) returns."""
     # As 16-bit numbers, of which all ones are NaN: nothing is written twice.
-    out = np.full(2 * np.prod(wide_arrange.shape(plan)), np.nan, BF16)
+    out = np.full(2 * np.prod(wide_arrange.shape(plan.rows, plan.in_features, plan.token_order)), np.nan, BF16)
     bytes_ = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     for block in range(wide_arrange.blocks(plan)):
 
@@ -318,19 +333,20 @@ def simulate_arrange(x: np.ndarray, plan: WidePlan) -> np.ndarray:
             wide_arrange.reorder(w, plan, bytes_, out, w.integer(block))
 
         run_cluster(1, wide_arrange.WARPS, 4, program)
-    return out.view(np.int32).reshape(wide_arrange.shape(plan))
+    return out.view(np.int32).reshape(wide_arrange.shape(plan.rows, plan.in_features, plan.token_order))
 
 
 def _arguments(weight: Packed, x: Any, out: np.ndarray, out_dtype: str) -> mosaic.Arguments:
     return mosaic.arguments_of(weight, weights=flat_weights(weight), x=x, out=out, out_dtype=out_dtype)
 
 
-def _run_cluster(plan: WidePlan, arguments: Any, cluster: int) -> None:
-    barriers = Barriers()
+def _run(plan: WidePlan, weight: Packed, image: np.ndarray, out: np.ndarray, out_dtype: str) -> None:
+    arguments = _arguments(weight, image, out, out_dtype)
+    for cluster in range(plan.clusters):
+        barriers = Barriers()
 
-    def program(warp: SimulatedWarp, rank: int) -> None:
-        w = SimulatedWideWarp(warp, barriers)
-        wide.multiply(w, plan, arguments, w.integer(cluster), w.integer(rank))
+        def program(warp: SimulatedWarp, rank: int, barriers: Barriers = barriers, cluster: int = cluster) -> None:
+            w = SimulatedWideWarp(warp, barriers)
+            wide.multiply(w, plan, arguments, w.integer(cluster), w.integer(rank))
 
-    warps = plan.consumer_warps + 4
-    run_cluster(plan.schedule.cluster, warps, plan.shared_bytes, program)
+        run_cluster(plan.schedule.cluster, plan.consumer_warps + 4, plan.shared_bytes, program)

@@ -1,5 +1,6 @@
 """The INT4 matrix product for many rows: on simulated warps, lowered for CUDA, on the GPU; its schedules."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -8,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from simulated_wide_warp import simulate, simulate_arrange, simulate_dequantize
+from simulated_wide_warp import simulate, simulate_arrange, simulate_dequantize, simulate_gated
 
 from pallas_kernels.int4_matmul import (
     PackedInt4,
@@ -20,7 +21,7 @@ from pallas_kernels.int4_matmul import (
     wide_dequantize,
     wide_tuning,
 )
-from pallas_kernels.int4_matmul.wide_plan import STAGE, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import STAGE, TokenOrder, WidePlan, WideSchedule
 
 BF16 = ml_dtypes.bfloat16
 KINDS = ("symmetric", "zero_point", "minimum")
@@ -104,6 +105,29 @@ def test_results_of_16_bits(rows: int, out_features: int, schedule: WideSchedule
     weight, x = to_mosaic(make(out_features, 256, 128, "zero_point")), tokens(rows, 256)
     out, exact = (simulate(x, weight, schedule, name)[0] for name in (dtype, "float32"))
     assert (out == exact.astype(out.dtype)).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "results", "group_size", "run", "schedule"),
+    [
+        (20, 128, 128, 2, WideSchedule(24, warpgroups=1, tiles=2, stages=2)),
+        (73, 256, 16, 1, WideSchedule(40, tiles=2, stages=2, cluster=2, blocks=2)),
+    ],
+)
+def test_gated_results_in_the_order_of_the_next_product(rows, results, group_size, run, schedule) -> None:
+    weight, x = make(2 * results, 256, group_size, "zero_point"), tokens(rows, 256)
+    scaled = dataclasses.replace(weight, scales=weight.scales * BF16(2**-6))
+    gate, other = np.split(x.astype(np.float64) @ np.asarray(dequantize(scaled, BF16)).astype(np.float64).T, 2, axis=1)
+    expected = gate / (1 + np.exp(-gate)) * other
+    as_rows = simulate_gated(x, to_mosaic(scaled), schedule, None)
+    assert np.linalg.norm(as_rows - expected) < 1e-6 * np.linalg.norm(expected)
+    order = TokenOrder(16, run)
+    image = simulate_gated(x, to_mosaic(scaled), schedule, order)
+    next_plan = WidePlan.of(rows, to_mosaic(make(16, results, 16 * run, "symmetric")), WideSchedule(16))
+    rounded = np.asarray(wide_arrange.by_xla(jnp.asarray(as_rows.astype(BF16)), next_plan))
+    tile, token = np.indices((-(-rows // 16), 16))
+    there = (tile * 16 + token < rows)[:, None, None, :, None] & np.ones(image.shape, bool)
+    assert (image[there] == rounded[there]).all()
 
 
 @pytest.mark.parametrize("group_size", [16, 128])

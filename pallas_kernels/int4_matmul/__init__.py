@@ -1,6 +1,7 @@
 """Matrix product with packed weights of 4 or 8 bits."""
 
 from pallas_kernels.int4_matmul.api import fused_refusal, int4_matmul, int4_matmul_fused, to_kernel_layout
+from pallas_kernels.int4_matmul.mlp import gated_mlp_refusal, int4_gated_mlp
 from pallas_kernels.int4_matmul.packing import (
     PackedInt4,
     from_codes,
@@ -29,6 +30,8 @@ __all__ = [
     "from_codes",
     "from_int8_codes",
     "fused_refusal",
+    "gated_mlp_refusal",
+    "int4_gated_mlp",
     "int4_matmul",
     "int4_matmul_fused",
     "int8_to_canonical",

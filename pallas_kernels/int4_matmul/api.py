@@ -75,7 +75,7 @@ def int4_matmul(
         raise ValueError(f"x has shape {x.shape}; a weight of {in_features} in_features needs [..., {in_features}]")
     rows = math.prod(x.shape[:-1])
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    refusals = _refusals(rows, x.dtype, dtype, w)
+    refusals = refusals_of(rows, x.dtype, dtype, w)
     choices = dispatch.choose("int4_matmul", refusals, backend)
     if explain:
         return choices
@@ -138,7 +138,7 @@ def fused_refusal(
 ) -> str | None:
     """Why no kernel does such a product with its surroundings in one; None if one does."""
     rows = math.prod(x.shape[:-1])
-    choices = dispatch.choose("int4_matmul", _refusals(rows, x.dtype, jnp.dtype(x.dtype), w), backend)
+    choices = dispatch.choose("int4_matmul", refusals_of(rows, x.dtype, jnp.dtype(x.dtype), w), backend)
     for choice in choices:
         if choice.taken and choice.backend != "mosaic":
             return f"the {choice.backend} backend has no fused product"
@@ -167,7 +167,7 @@ def to_kernel_layout(weight: Packed) -> Packed:
     refusals: dict[str, str | None] = {}
     for layout in ("mosaic", "triton"):
         repacked = dataclasses.replace(weight, layout=layout)
-        refusals[layout] = _refusals(1, jnp.bfloat16, jnp.bfloat16, repacked)[layout]
+        refusals[layout] = refusals_of(1, jnp.bfloat16, jnp.bfloat16, repacked)[layout]
     choices = dispatch.choose("int4_matmul", refusals | {"reference": None})
     chosen = next(choice.backend for choice in choices if choice.taken)
     if isinstance(weight, PackedInt8):
@@ -175,7 +175,7 @@ def to_kernel_layout(weight: Packed) -> Packed:
     return {"mosaic": to_mosaic, "triton": to_triton}.get(chosen, lambda w: w)(weight)
 
 
-def _refusals(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed) -> dict[str, str | None]:
+def refusals_of(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed) -> dict[str, str | None]:
     """Each backend's reason not to take a call, in order of preference."""
     return {
         "mosaic": mosaic_refusal(rows, dtype, out_dtype, w),

@@ -16,6 +16,7 @@ bfloat16 has enter as a sum of two.
 docs/kernels.md has the layout, the reasons and the measurements.
 """
 
+import dataclasses
 import functools
 import operator
 from typing import Any
@@ -31,10 +32,10 @@ from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
-from pallas_kernels.int4_matmul.wide_arrange import arrange
+from pallas_kernels.int4_matmul.wide_arrange import arrange, shape
 from pallas_kernels.int4_matmul.wide_fetch import after, fetch
 from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan, WideSchedule
-from pallas_kernels.int4_matmul.wide_results import store, store_lines
+from pallas_kernels.int4_matmul.wide_results import store, store_lines, store_ordered
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 
@@ -80,7 +81,13 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
     def one_part(book: Book | None, i: Any, carry: Any) -> Any:
         now = part(i)
         carry, sums = multiply_part(w, plan, a, now, book, carry)
+        if plan.gated:
+            (_, gates), (_, others) = sums
+            values = [gate * w.sigmoid(gate) * other for gate, other in zip(gates, others, strict=True)]
+            sums = [(w.warp, values)]
         write = store_lines if plan.by_lines and a.out_dtype != "float32" else store
+        if plan.result_order is not None:
+            write = store_ordered
         for strip, values in sums:
             write(w, plan, a, now, strip, values)
         return carry
@@ -185,22 +192,53 @@ def int4_matmul(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dty
     return functools.reduce(operator.add, list(partial)).astype(out_dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("schedules", "out_dtype"))
+def gated_mlp(
+    x: jax.Array,
+    gate_up: Packed,
+    down: Packed,
+    *,
+    schedules: tuple[WideSchedule, WideSchedule],
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    """(silu(x Wg^T) * (x Wu^T)) Wd^T for x [rows, in_features] bf16 -> [rows, out_features].
+
+    `gate_up` holds the rows of Wg, then those of Wu. What is between the products is rounded to bfloat16 once, and
+    written by the first kernel in the order in which the second takes it.
+    """
+    rows = x.shape[0]
+    second = WidePlan.of(rows, down, schedules[1])
+    first = WidePlan.of(rows, gate_up, schedules[0])
+    first = dataclasses.replace(first, gated=True, result_order=second.token_order)
+    hidden = launch(arrange(x, first), gate_up, first, out_dtype)
+    return functools.reduce(operator.add, list(launch(hidden, down, second, out_dtype))).astype(out_dtype)
+
+
 def partial_sums(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
     """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
+    return launch(arrange(x, plan), weight, plan, out_dtype)
+
+
+def launch(image: jax.Array, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -> jax.Array:
+    """Runs the kernel on x in the plan's order: [slices, rows, results], or an image of `plan.result_order`."""
+    schedule = plan.schedule
     dtype = jnp.dtype(jnp.float32) if schedule.slices > 1 else jnp.dtype(out_dtype)
-    arrays = [*arrays_of(weight), arrange(x, plan)]
+    arrays = [*arrays_of(weight), image]
+    out_type = jax.ShapeDtypeStruct((schedule.slices, plan.rows, plan.results), dtype)
+    if plan.result_order is not None:
+        out_type = jax.ShapeDtypeStruct(shape(plan.rows, plan.results, plan.result_order), jnp.int32)
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
-            *inputs, image, out, shared, cluster, rank = values
+            *inputs, x_ref, out, shared, cluster, rank = values
             arguments = arguments_of(
                 weight,
                 weights=Weights.of(weight, inputs),
-                x=image,
+                x=x_ref,
                 out=out,
                 out_dtype=str(dtype),
             )
@@ -215,7 +253,7 @@ def partial_sums(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dt
     clusters = {"cluster": (schedule.cluster,), "cluster_names": ("rank",)} if schedule.cluster > 1 else {}
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((schedule.slices, plan.rows, plan.out_features), dtype),
+        out_type=out_type,
         grid=(plan.clusters,),
         grid_names=("cluster",),
         num_threads=schedule.warpgroups + PRODUCERS // 128,

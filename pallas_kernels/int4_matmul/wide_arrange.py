@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_matmul.packing import steps_per_run
-from pallas_kernels.int4_matmul.wide_plan import STAGE, WidePlan
+from pallas_kernels.int4_matmul.wide_plan import STAGE, TokenOrder, WidePlan
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 
 FEW_ROWS = 64
@@ -29,8 +29,12 @@ def arrange(x: jax.Array, plan: WidePlan) -> jax.Array:
     return by_xla(x, plan) if plan.rows <= FEW_ROWS else by_kernel(x, plan)
 
 
-def shape(plan: WidePlan) -> tuple[int, ...]:
-    return plan.token_tiles, plan.steps, 16, plan.schedule.tokens, 4
+def shape(rows: int, in_features: int, order: TokenOrder) -> tuple[int, ...]:
+    return -(-rows // order.tokens), -(-in_features // STAGE), 16, order.tokens, 4
+
+
+def _shape_of(plan: WidePlan) -> tuple[int, ...]:
+    return shape(plan.rows, plan.in_features, plan.token_order)
 
 
 def by_xla(x: jax.Array, plan: WidePlan) -> jax.Array:
@@ -41,7 +45,7 @@ def by_xla(x: jax.Array, plan: WidePlan) -> jax.Array:
     words = lax.bitcast_convert_type(x.reshape(rows, columns // 2, 2), jnp.int32)
     run = steps_per_run(plan.group_size)
     words = words.reshape(plan.token_tiles, tokens, plan.steps, 8 // run, 4, 2 * run)
-    return words.transpose(0, 2, 3, 5, 1, 4).reshape(shape(plan))
+    return words.transpose(0, 2, 3, 5, 1, 4).reshape(_shape_of(plan))
 
 
 def blocks(plan: WidePlan) -> int:
@@ -85,7 +89,7 @@ def by_kernel(x: jax.Array, plan: WidePlan) -> jax.Array:
 
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(shape(plan), jnp.int32),
+        out_type=jax.ShapeDtypeStruct(_shape_of(plan), jnp.int32),
         grid=(blocks(plan),),
         grid_names=("block",),
         num_threads=WARPS // 4,

@@ -12,7 +12,7 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
     schedule = plan.schedule
     thread = w.thread - 32 * plan.consumer_warps
     leader = thread < 1
-    ragged = plan.strips % (plan.block_strips * schedule.cluster) != 0
+    ragged = plan.result_strips % (plan.part_strips * schedule.cluster) != 0
     share = plan.x_bytes // schedule.cluster
     mine = rank * share if schedule.cluster > 1 else w.integer(0)
 
@@ -26,8 +26,10 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
         whole = None if plan.column_tiles % (STAGE // COLUMNS) == 0 else tile < plan.column_tiles
         offset = strip * (plan.column_tiles * plan.tile_bytes) + step * plan.words_bytes + piece * 16
         for i in range(0, plan.block_strips, PRODUCERS // chunks):
-            inside = both(whole, strip + i < plan.strips if ragged else None)
-            source, place = offset + i * plan.column_tiles * plan.tile_bytes, plan.x_bytes + plan.words_bytes * i
+            result, of_weight = plan.strip_of(i)
+            inside = both(whole, strip + result < plan.result_strips if ragged else None)
+            source = offset + of_weight * plan.column_tiles * plan.tile_bytes
+            place = plan.x_bytes + plan.words_bytes * i
             w.copy_or_clear(base + thread * 16, a.weights.words, source, inside, None, place)
 
     def rows(array: Any, itemsize: int, start: int, step: Any, base: Any) -> None:
@@ -35,8 +37,9 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
         first_group = step * STAGE // plan.group_size
         for first in range(0, plan.block_strips * chunks, PRODUCERS):
             chunk = thread + first
-            strip, piece = part.first_strip + chunk // chunks, chunk % chunks
-            inside = strip < plan.strips if ragged else None
+            result, of_weight = plan.strip_of(chunk // chunks)
+            strip, piece = part.first_strip + of_weight, chunk % chunks
+            inside = part.first_strip + result < plan.result_strips if ragged else None
             if plan.segments > 1:
                 inside = both(inside, first_group + piece // itemsize < plan.groups)
             some = None

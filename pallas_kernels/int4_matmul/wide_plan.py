@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, steps_per_run
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 
@@ -42,10 +42,23 @@ class WideSchedule:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenOrder:
+    """The order in which a product takes its x, see `wide_arrange`.
+
+    `tokens` a tile; `run`: steps of 16 inputs in which a lane's inputs are neighbours.
+    """
+
+    tokens: int
+    run: int
+
+
+@dataclasses.dataclass(frozen=True)
 class WidePlan:
     """One product x[rows, in_features] times a weight [out_features, in_features] under a schedule.
 
-    `scale_bytes` and `offset_bytes` are the sizes of one scale and one offset (0: no offsets).
+    `scale_bytes` and `offset_bytes` are the sizes of one scale and one offset (0: no offsets). `gated`: the weight is a
+    gate's outputs and as many others, and the results are silu(gate) * other; a warpgroup's two tiles are 64 of each.
+    `result_order`: results are written in the order of the next product's x instead of as rows.
     """
 
     rows: int
@@ -56,6 +69,8 @@ class WidePlan:
     offset_bytes: int
     bits: int
     schedule: WideSchedule
+    gated: bool = False
+    result_order: TokenOrder | None = None
 
     @classmethod
     def of(cls, rows: int, weight: Packed, schedule: WideSchedule) -> "WidePlan":
@@ -69,6 +84,19 @@ class WidePlan:
     @property
     def strips(self) -> int:
         return -(-self.out_features // STRIP)
+
+    @property
+    def results(self) -> int:
+        """Numbers of a row of the result."""
+        return self.out_features // 2 if self.gated else self.out_features
+
+    @property
+    def result_strips(self) -> int:
+        return -(-self.results // STRIP)
+
+    @property
+    def token_order(self) -> TokenOrder:
+        return TokenOrder(self.schedule.tokens, steps_per_run(self.group_size))
 
     @property
     def column_tiles(self) -> int:
@@ -97,9 +125,21 @@ class WidePlan:
         return self.block_features // STRIP
 
     @property
+    def part_strips(self) -> int:
+        """Strips of results of a part."""
+        return self.block_strips // 2 if self.gated else self.block_strips
+
+    @property
     def feature_parts(self) -> int:
         """Parts of the output features that a cluster computes at a time."""
-        return -(-self.strips // (self.block_strips * self.schedule.cluster))
+        return -(-self.result_strips // (self.part_strips * self.schedule.cluster))
+
+    def strip_of(self, index: Any) -> tuple[Any, Any]:
+        """Which strip of the part's results, and of the weight, a block's strip is, from the part's first one on."""
+        if not self.gated:
+            return index, index
+        strip = index // 8 * 4 + index % 4
+        return strip, strip + index // 4 % 2 * self.result_strips
 
     @property
     def parts(self) -> int:
@@ -130,7 +170,9 @@ class WidePlan:
     @property
     def by_lines(self) -> bool:
         """Whether results of 16 bits are written as whole lines, through shared memory, and not by each thread."""
-        return self.rows > LINES and self.schedule.slices == 1 and self.out_features % 8 == 0
+        if self.result_order is not None:
+            return True
+        return self.rows > LINES and self.schedule.slices == 1 and self.results % 8 == 0
 
     # Shared memory, in bytes: the stages, two barriers for each, and the warpgroups' lines. A stage is x [16 pieces of
     # 8 inputs, token, 16 bytes], the words [strip, tile, bytes], and the scales and offsets [strip, segment, 16].
@@ -190,6 +232,7 @@ class Part:
         slices, cluster = plan.schedule.slices, plan.schedule.cluster
         self.token_tile, rest = index % plan.token_tiles, index // plan.token_tiles
         self.slice, features = rest % slices, rest // slices
-        self.first_strip = (features * cluster + rank) * plan.block_strips
+        self.first_strip = (features * cluster + rank) * plan.part_strips
+        """Of the results."""
         self.first_step = self.slice * plan.steps // slices
         self.count = (self.slice + 1) * plan.steps // slices - self.first_step

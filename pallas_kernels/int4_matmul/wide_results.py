@@ -1,10 +1,11 @@
-"""How the INT4 kernel for many rows writes its sums: each thread its own, or as whole lines."""
+"""How the INT4 kernel for many rows writes its sums: each thread its own, as whole lines, or for the next product."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.int4_matmul.mosaic import Arguments
 from pallas_kernels.int4_matmul.packing import STRIP
-from pallas_kernels.int4_matmul.wide_plan import LINE, LINES, Part, WidePlan
+from pallas_kernels.int4_matmul.wide_plan import LINE, LINES, STAGE, Part, WidePlan
 
 
 def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
@@ -12,35 +13,75 @@ def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: An
     tokens = plan.schedule.tokens
     feature = (part.first_strip + strip) * STRIP + w.lane // 4
     token = part.token_tile * tokens + w.lane % 4 * 2
-    offset = (part.slice * plan.rows + token) * plan.out_features + feature
+    offset = (part.slice * plan.rows + token) * plan.results + feature
     for i, value in enumerate(sums):
         next_token, next_feature = 8 * (i // 4) + i % 2, 8 * (i // 2 % 2)
-        inside = feature + next_feature < plan.out_features
+        inside = feature + next_feature < plan.results
         if plan.rows % tokens:
             inside = inside & (token + next_token < plan.rows)
-        w.store_at(a.out, offset, next_token * plan.out_features + next_feature, value, a.out_dtype, inside)
+        w.store_at(a.out, offset, next_token * plan.results + next_feature, value, a.out_dtype, inside)
 
 
 def store_lines(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
     """The same through shared memory, where a warpgroup's 64 features of a token become 128 neighbouring bytes."""
-    tokens = plan.schedule.tokens
+    thread = w.thread % 128
     buffer = w.warp // 4 * plan.lines_bytes + plan.lines_start
+    feature = (part.first_strip + strip - w.warp % 4) * STRIP + thread % 8 * 8
+
+    def write(first: int, count: int) -> None:
+        for piece in range(0, count * 8, 128):
+            within = thread // 8 + piece // 8
+            token = part.token_tile * plan.schedule.tokens + first + within
+            inside = (feature < plan.results) & (token < plan.rows) & (within < count)
+            # Past the last token there are lines of other tokens, or of none: read, but not written.
+            words = w.shared_words(buffer + thread // 8 * LINE + thread % 8 * 16, piece // 8 * LINE)
+            w.store_words(a.out, token * plan.results + feature, words, inside)
+
+    through_lines(w, plan, a.out_dtype, sums, buffer, write)
+
+
+def store_ordered(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
+    """The same in the order of the next product's x: what `wide_arrange` makes of rows, but for tokens past the last.
+
+    A thread has a piece of 16 bytes, which are four words of 64 neighbouring bytes of a token; eight threads with
+    neighbouring tokens write a line.
+    """
+    assert plan.result_order is not None
+    tokens, run = plan.result_order.tokens, plan.result_order.run
+    thread = w.thread % 128
+    buffer = w.warp // 4 * plan.lines_bytes + plan.lines_start
+    piece, later = thread // 8 % 8, thread // 64
+    feature = (part.first_strip + strip - w.warp % 4) * STRIP
+    first_word, stride = (piece % 4, 4) if run == 2 else (piece % 4 // 2 * 8 + piece % 2, 2)
+    source = buffer + (later * 8 + thread % 8) * LINE + piece // 4 * 64 + first_word * 4
+    place = feature // STAGE * 16 + feature % STAGE // 64 * 8 + piece
+
+    def write(first: int, count: int) -> None:
+        for block in range(0, count // 8, 2):
+            within = later * 8 + thread % 8 + 8 * block
+            token = part.token_tile * plan.schedule.tokens + first + within
+            inside = (feature < plan.results) & (token < plan.rows) & (within < count)
+            words = [w.shared_word(source, 8 * block * LINE + 4 * stride * q) for q in range(4)]
+            tile, in_tile = token // tokens, token % tokens
+            start = tile * (plan.results // STAGE * 16) + place
+            w.store_words(a.out, (start * tokens + in_tile) * 8, words, inside)
+
+    through_lines(w, plan, "bfloat16", sums, buffer, write)
+
+
+def through_lines(
+    w: Any, plan: WidePlan, dtype: str, sums: Any, buffer: Any, write: Callable[[int, int], None]
+) -> None:
+    """Puts sums into shared memory as lines, LINES tokens at a time, and has them written: `write(first, count)`."""
+    tokens = plan.schedule.tokens
     # Rows of 8 x 8 matrices are tokens: lanes 0-7 point to those of the strip's first 8 features, 8-15 to the others.
     mine = buffer + w.lane % 8 * LINE + w.lane // 8 % 2 * 16 + w.warp % 4 * (2 * STRIP)
-    thread = w.thread % 128
-    feature = (part.first_strip + strip - w.warp % 4) * STRIP + thread % 8 * 8
     for first in range(0, tokens, LINES):
         count = min(LINES, tokens - first)
         for block in range(count // 8):
             values = sums[(first + 8 * block) // 2 :][:4]
-            words = [w.pack(values[i], values[i + 1], a.out_dtype) for i in (0, 2)]
+            words = [w.pack(values[i], values[i + 1], dtype) for i in (0, 2)]
             w.store_transposed(mine, block * 8 * LINE, words)
         w.warpgroup_barrier()
-        for piece in range(0, count * 8, 128):
-            within = thread // 8 + piece // 8
-            token = part.token_tile * tokens + first + within
-            inside = (feature < plan.out_features) & (token < plan.rows) & (within < count)
-            # Past the last token there are lines of other tokens, or of none: read, but not written.
-            words = w.shared_words(buffer + thread // 8 * LINE + thread % 8 * 16, piece // 8 * LINE)
-            w.store_words(a.out, token * plan.out_features + feature, words, inside)
+        write(first, count)
         w.warpgroup_barrier()

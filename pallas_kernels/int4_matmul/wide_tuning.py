@@ -45,14 +45,27 @@ REDUCTION, REDUCED = 1.0e-6, 3.5e12
 
 def wide_schedule(rows: int, weight: Packed, device_kind: str = "NVIDIA H200") -> WideSchedule:
     """The schedule for `rows` rows times a weight of the mosaic layout."""
+    return _chosen(WidePlan.of(rows, weight, WideSchedule()), device_kind)
+
+
+def gated_schedules(
+    rows: int, gate_up: Packed, down: Packed, device_kind: str = "NVIDIA H200"
+) -> tuple[WideSchedule, WideSchedule]:
+    """Those of `wide.gated_mlp`."""
+    second = wide_schedule(rows, down, device_kind)
+    order = WidePlan.of(rows, down, second).token_order
+    plan = WidePlan.of(rows, gate_up, WideSchedule())
+    return _chosen(dataclasses.replace(plan, gated=True, result_order=order), device_kind), second
+
+
+def _chosen(plan: WidePlan, device_kind: str) -> WideSchedule:
     multiprocessors = MULTIPROCESSORS.get(device_kind, 132)
-    out_features, in_features = weight.shape
-    measured = MEASURED.get((rows, in_features, out_features))
+    measured = MEASURED.get((plan.rows, plan.in_features, plan.out_features))
     if measured is not None and multiprocessors == 132:
-        plan = fitted(WidePlan.of(rows, weight, WideSchedule()), measured)
-        if plan is not None:
-            return plan.schedule
-    return schedules(rows, weight, multiprocessors)[0]
+        best = fitted(plan, measured)
+        if best is not None:
+            return best.schedule
+    return _sorted(plan, multiprocessors)[0]
 
 
 def schedules(rows: int, weight: Packed, multiprocessors: int = 132) -> list[WideSchedule]:
@@ -91,7 +104,12 @@ def _even(rows: int, most: int) -> list[int]:
 
 
 def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
-    """The plan with as many stages as shared memory has room for; None if there are less than three."""
+    """The plan with as many stages as shared memory has room for; None if there are less than three.
+
+    None, too, if a gate's outputs and others would not be a warpgroup's two tiles, or of several slices.
+    """
+    if plan.gated and (schedule.tiles != 2 or schedule.slices > 1):
+        return None
     fitted = dataclasses.replace(plan, schedule=schedule)
     rest = schedule.warpgroups * fitted.lines_bytes
     stages = min(10, (BLOCK_SHARED_BYTES - rest) // (fitted.stage_bytes + 16))
