@@ -38,12 +38,11 @@ PREDICTED_US = {"whole": 9.0, "no exchange": 7.5, "no weights": 6.5, "barrier": 
 class NoExchange(ResidentWarp):
     """Takes the words as they are."""
 
-    def poll(self, ref: ir.Value, first: Value, starts: Sequence[int], count: int, tag: Value) -> Words:
-        offset, words = first * 8, []
-        for start in starts:
-            for i in range(0, count, 2):
-                pairs = self.global_words(ref, offset + 8 * (start + i), 4)
-                words += [pairs[0], pairs[2]]
+    def poll(self, ref: ir.Value, pairs: Sequence[tuple[Value, int]], tag: Value, wanted: Value | None = None) -> Words:
+        words = []
+        for place, constant in pairs:
+            got = self.global_words(ref, place * 8 + 8 * constant, 4)
+            words += [got[0], got[2]]
         return tuple(words)
 
 
@@ -100,9 +99,9 @@ class StampedWarp(ResidentWarp):
         self._emit("@$2 st.global.b32 [$0], $1;", "l,r,b", pointer, bits, self.lead.ir)
         self.site += 1
 
-    def poll(self, ref: ir.Value, first: Value, starts: Sequence[int], count: int, tag: Value) -> Words:
+    def poll(self, ref: ir.Value, pairs: Sequence[tuple[Value, int]], tag: Value, wanted: Value | None = None) -> Words:
         self.stamp()
-        words = super().poll(ref, first, starts, count, tag)
+        words = super().poll(ref, pairs, tag, wanted)
         self.stamp()
         return words
 

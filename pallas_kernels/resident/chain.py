@@ -259,7 +259,9 @@ def phase(
             offset = (layer * matrices[0].inputs + column + piece * plan.piece) * 2
             factors += [number for word in w.global_words(norm, offset, 4) for number in w.numbers_of(word)]
     starts = [plan.places[index] + piece * (plan.piece // 2) for piece in range(pieces)]
-    x = [number for word in w.poll(a.words, column // 2, starts, 4, tag) for number in w.numbers_of(word)]
+    first = column // 2
+    pairs = [(first, start + i) for start in starts for i in (0, 2)]
+    x = [number for word in w.poll(a.words, pairs, tag) for number in w.numbers_of(word)]
     squares = None
     if norm is not None:
         squares = functools.reduce(lambda total, number: w.fma(number, number, total), x, w.number(0.0))
