@@ -4,6 +4,8 @@ A float16 number whose exponent field is zero is its lowest bits times 2^-24, wh
 full speed. So a word of eight codes becomes four registers of the large operand by masks alone, four and one shift:
 code x 2^-24 where they lie in the low four bits of a half, which are those of row r of a strip, and code x 2^-20 in the
 next four, those of row r + 8. Products are exact and summed in float32; the units go back in with the token's factor.
+Sums are short of a few bits: a tensor core aligns what it adds by the exponents as they are written, and these codes'
+are 2^-14, up to 2^10 times what they are worth. Results in float32 are within 4e-6 of float64's (measured).
 
 x is scaled so that the largest magnitude of the warp's inputs of a token lies between 2^14 and 2^15: bfloat16 numbers
 down to 2^-28 of it are exact, smaller ones are rounded to 2^-39 of it.
