@@ -29,6 +29,7 @@ from benchmarks.kernels_int4 import (
     BF16,
     DOWN,
     GATE_UP,
+    NORM,
     NORM_GATE,
     OUT,
     QKV,
@@ -41,7 +42,7 @@ from benchmarks.kernels_int4 import (
     weights_of,
 )
 from pallas_kernels.int4_matmul import mosaic
-from pallas_kernels.int4_matmul.plan import Plan
+from pallas_kernels.int4_matmul.plan import Plan, Schedule
 from pallas_kernels.int4_matmul.warp import Value
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 
@@ -53,6 +54,8 @@ ones the last); its end, and its start and end by the card's clock in nanosecond
 
 ONE = dataclasses.replace(WIDE, strips=4)
 ASYNCHRONOUS = dataclasses.replace(ONE, bulk=False)
+DIGITS = Schedule(warps=16, parts=2, strips=4, depth=3, digits=True)
+"""Version 7."""
 CASES = [
     Case(1, *UP, 8.3, ASYNCHRONOUS, only="read"),
     Case(1, *UP, 8.6, ONE, only="read"),
@@ -72,12 +75,20 @@ CASES = [
     Case(1, *UP, 10.5, ONE, group=32),
     Case(1, *UP, 10.2, ONE, kind="symmetric"),
     Case(1, *UP, 10.6, ONE, group=32, kind="minimum"),
+    Case(1, *UP, 13.5, DIGITS, group=32),
+    Case(1, *UP, 11.0, DIGITS, kind="symmetric"),
+    Case(1, *UP, 13.7, DIGITS, group=32, kind="minimum"),
+    Case(2, *GATE_UP, 20.0, DIGITS, fusion=NORM_GATE),
+    Case(8, *QKV, 7.4, DIGITS),
+    Case(8, *QKV, 7.7, DIGITS, fusion=NORM),
+    Case(8, *QKV, 7.7, WIDE, fusion=NORM),
 ]
 """What is in use by its measured time, then what tuning does not choose because it has not been measured."""
 STAMPED = [
     Case(1, *UP, 0, ONE),
     Case(8, *UP, 0, WIDE),
     Case(8, *OUT, 0, ASYNCHRONOUS),
+    Case(16, *UP, 0, WIDE),
 ]
 
 
