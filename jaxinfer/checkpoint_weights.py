@@ -19,7 +19,7 @@ from checkpoints.progress import progress_bar
 from checkpoints.quantized import QuantizedFolder, open_folder
 from checkpoints.safetensors import SafetensorsFolder
 from jaxinfer.config import ModelConfig
-from jaxinfer.memory import free_device_bytes, free_host_bytes
+from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
 from jaxinfer.packed_weights import PackedReader
 from jaxinfer.params import Piece, ReadInto, assemble, canonical_shapes, has_own_head, least_bytes, linear_names
 from jaxinfer.quantization.plan import Plan
@@ -62,7 +62,7 @@ def check_bytes(
             return
         free = free_host_bytes()
     if needed > free:
-        raise ValueError(f"{name}: {what} {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; {remedy}")
+        raise ValueError(f"{name}: {what} {shown_bytes(needed)} and {shown_bytes(free)} are free; {remedy}")
 
 
 def wants_codes(packed: bool | None, dtype: jnp.dtype, backend: str) -> bool:
@@ -168,9 +168,9 @@ def read_pieces(
     if isinstance(read_packed, PackedReader):
         for reason, found in read_packed.decoded.items():
             log.warning(
-                "%s: %d weights are decoded to %s, %.3g GB in place of %.3g GB%s: %s",
+                "%s: %d weights are decoded to %s, %s in place of %s%s: %s",
                 *(name, found.num_tensors, dtype),
-                *(found.num_weights * dtype.itemsize / 1e9, found.num_bits / 8e9),
+                *(shown_bytes(found.num_weights * dtype.itemsize), shown_bytes(found.num_bits // 8)),
                 *(", although packed=True" if packed else "", reason),
             )
 

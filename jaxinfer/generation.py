@@ -9,7 +9,7 @@ from jaxtyping import Array, Float32
 from checkpoints.progress import progress_bar
 from jaxinfer import kv_cache, steps, tiered_batch
 from jaxinfer.batch import PAGE_SIZE, Batch, Limits, bucket, cache_tokens, pool_pages
-from jaxinfer.memory import free_device_bytes, free_host_bytes
+from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta, RequestOutput
 from jaxinfer.request import Prompt, Request, encode_prompt, list_prompts, per_prompt
@@ -149,7 +149,7 @@ def _groups(
         if cost(1, own) > budget:
             raise ValueError(
                 f"prompt {request.prompt_index} with max_tokens={request.max_tokens} needs "
-                f"{_gigabytes(cost(1, own))} GB of KV cache and {_gigabytes(budget)} GB are free; "
+                f"{shown_bytes(cost(1, own))} of KV cache and {shown_bytes(budget)} are free; "
                 "lower max_tokens or shorten the prompt"
             )
         joined = max(longest, own)
@@ -172,10 +172,6 @@ def _run(
             yield from batch(model, group, Limits.default()).run()
         else:
             yield from SpeculativeBatch(model, group, Limits.default(), speculation).run()
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g}"
 
 
 def _free_bytes() -> int:

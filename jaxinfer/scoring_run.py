@@ -17,7 +17,7 @@ from jaxinfer.batch import MIN_PAGES, PAGE_SIZE, Limits, bucket
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.kv_cache import PagedKVCache
-from jaxinfer.memory import free_device_bytes, free_host_bytes
+from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
 from jaxinfer.model import Model
 from jaxinfer.scoring_plan import Run, TokenPair, build_forest, rows_for, schedule
 
@@ -157,7 +157,7 @@ def _num_pages(model: Model, pairs: Sequence[TokenPair], limits: Limits) -> int:
     if necessary > affordable:
         raise ValueError(
             f"pair {longest} has {pairs[longest].num_inputs + 1} tokens, whose KV cache takes "
-            f"{necessary * page_bytes / 1e9:.3g} GB of at most {affordable * page_bytes / 1e9:.3g} GB; shorten it"
+            f"{shown_bytes(necessary * page_bytes)} of at most {shown_bytes(affordable * page_bytes)}; shorten it"
         )
     useful = POOL_CALLS * limits.prefill_tokens // PAGE_SIZE
     wanted = min(sum(-(-pair.num_inputs // PAGE_SIZE) for pair in pairs), useful)

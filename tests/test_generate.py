@@ -269,7 +269,7 @@ def test_a_request_that_does_not_fit_is_refused_at_the_call(monkeypatch: pytest.
     """A row of up to 512 tokens, with the scratch page, takes 33 pages of 16 tokens of 256 bytes: 135,168 bytes."""
     monkeypatch.setattr(jaxinfer.generation, "_free_bytes", lambda: 135_167)
     model = dataclasses.replace(LLAMA, config=WIDE)
-    message = r"prompt 1 with max_tokens=300 needs 0\.000135 GB of KV cache and 0\.000135 GB are free; lower max_tokens"
+    message = r"prompt 1 with max_tokens=300 needs 135 kB of KV cache and 135 kB are free; lower max_tokens"
     for function in (generate, stream):
         with pytest.raises(ValueError, match=message):
             function(model, [[1], [1] * 2], [params(max_tokens=9), params(max_tokens=300)])

@@ -324,7 +324,7 @@ def test_a_continuation_that_merges_into_its_prompt_is_refused() -> None:
 
 def test_pairs_that_no_memory_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxinfer.scoring_run, "free_host_bytes", lambda: 50_000)
-    with pytest.raises(ValueError, match=r"pair 1 has 111 tokens, whose KV cache takes .* GB of at most .* GB"):
+    with pytest.raises(ValueError, match=r"pair 1 has 111 tokens, whose KV cache takes .* kB of at most .* kB"):
         score(LLAMA, [[1], [2] * 100], [[3], [4] * 11])
 
 

@@ -7,7 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.memory import free_host_bytes
+from jaxinfer.memory import free_host_bytes, shown_binary
 from pallas_kernels import dispatch
 from pallas_kernels.int4_matmul import Packed, PackedInt8, int8_to_mosaic, to_kernel_layout, to_mosaic
 from pallas_kernels.int4_matmul.api import mosaic_refusal
@@ -57,7 +57,7 @@ def target_for(gpu_memory: int | str | None) -> Target:
         if size < 1 << 20:
             raise ValueError(f"gpu_memory={gpu_memory!r} is a GPU of {size} bytes; write a size with its unit: 24GiB")
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or JAX_FRACTION)
-        name = f"a GPU of {size / 2**30:.4g} GiB, of which JAX takes {share:.0%}"
+        name = f"a GPU of {shown_binary(size)}, of which JAX takes {share:.0%}"
         return Target(name, "gpu", int(share * size), here == "gpu")
     limit = (device.memory_stats() or {}).get("bytes_limit")
     name = "this CPU" if here == "cpu" else device.device_kind

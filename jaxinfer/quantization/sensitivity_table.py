@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from jaxinfer.memory import shown_bytes
 from jaxinfer.pictures import notebook_figure
 from jaxinfer.planning.target import parse_bytes
 from jaxinfer.quantization.knapsack import choose
@@ -45,7 +46,7 @@ class Proposal:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count} in {precision}" for precision, count in self.counts.items())
-        return f"{self.plan.name}: {self.num_bytes / 1e6:.2f} MB, KL {self.divergence:.4f} expected; weights: {counts}"
+        return f"{self.plan.name}: {shown_bytes(self.num_bytes)}, KL {self.divergence:.4f} expected; weights: {counts}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,7 +145,9 @@ class Sensitivity:
             lines.append(f"{self.names[row]:<{width}}{values}")
         totals = "".join(f"  {value:14.6f}" for value in self.divergences.sum(axis=0))
         lines.append(f"{'all ' + str(len(self.names)):<{width}}{totals}")
-        lines.append(f"{'MB':<{width}}" + "".join(f"  {value / 1e6:14.2f}" for value in self.sizes.sum(axis=0)))
+        lines.append(
+            f"{'size':<{width}}" + "".join(f"  {shown_bytes(int(value)):>14}" for value in self.sizes.sum(axis=0))
+        )
         return "\n".join(lines)
 
     def to_mapping(self) -> dict[str, Any]:
