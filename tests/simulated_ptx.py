@@ -50,7 +50,9 @@ def halves(dtype: np.dtype, function: Callable[..., np.ndarray]) -> Callable[...
 
     def apply(*sources: np.ndarray) -> np.ndarray:
         numbers = [x[:, None].view(dtype).astype(np.float64) for x in sources]
-        return function(*numbers).astype(np.float32).astype(dtype).view(np.uint32)[:, 0]
+        with np.errstate(invalid="ignore"):  # infinity times zero is NaN here too
+            result = function(*numbers)
+        return result.astype(np.float32).astype(dtype).view(np.uint32)[:, 0]
 
     return apply
 
@@ -61,6 +63,7 @@ def load_float(addresses: np.ndarray) -> np.ndarray:
 
 OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda a: a,
+    "add.u32": lambda a, b: a + b,
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,

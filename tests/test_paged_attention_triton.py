@@ -58,6 +58,35 @@ def test_kernels_interpreted(interpreted, case: Case, splits: int, dtype: type) 
     np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
 
 
+def with_nan(where: str) -> tuple[Case, Any]:
+    """Two sequences over fp8 pages; the first has one NaN among its keys or its values."""
+    case = Case((70, 20), head_dim=64, kv="float8_e4m3fn")
+    arrays = cases.make(case)
+    pages = {"keys": arrays.k_pages, "values": arrays.v_pages}[where]
+    pages.view(np.uint8)[arrays.page_table[0, 2], :, 5, 33] = 0xFF
+    return case, arrays
+
+
+def assert_only_first_is_nan(case: Case, arrays: Any, schedule: Schedule | None) -> None:
+    inputs = jax.tree.map(jnp.asarray, inputs_of(arrays))
+    out = np.asarray(triton_attention.paged_attention(*inputs, **options_of(case), schedule=schedule)[0], np.float32)
+    clean, _ = cases.attention(case, arrays.q, cases.make(case))
+    assert np.isnan(out[0]).any(axis=-1).all()  # of every head
+    assert cases.relative_error(out[1], clean[1]) < 8e-3
+
+
+@needs_triton
+@pytest.mark.parametrize("where", ["keys", "values"])
+def test_nan_stays_nan_interpreted(interpreted, where: str) -> None:
+    assert_only_first_is_nan(*with_nan(where), Schedule(16, 32, 1, 5, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["keys", "values"])
+def test_nan_stays_nan_on_the_gpu(where: str) -> None:
+    assert_only_first_is_nan(*with_nan(where), None)
+
+
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 86, 89, 90])
 @pytest.mark.parametrize(

@@ -37,11 +37,13 @@ def numbers(words, PART: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr
                 "mov.b32 m, 0xC308C308; mov.b32 factor, 0x3F803F80;"
             )
         else:
-            # Exponent and mantissa where a bfloat16 has its own are 2^120 too small; m is -0.
+            # Exponent and mantissa where a bfloat16 has its own are 2^120 too small. m is -0, or NaN for NaN, of which
+            # all bits are set: with 0x7790 added only that one becomes infinity, 0x7F80.
             PLACE: tl.constexpr = "shr.u32 t, $1, 4; mov.b32 m, $1;" if PART else "shl.b32 t, $1, 4; shl.b32 m, $1, 8;"
             CODE: tl.constexpr = (
-                f"{PLACE} and.b32 t, t, 0x07F007F0; lop3.b32 t, m, 0x80008000, t, 0xEA; "
-                "mov.b32 m, 0x80008000; mov.b32 factor, 0x7B807B80;"
+                f"{PLACE} and.b32 factor, t, 0x07F007F0; lop3.b32 t, m, 0x80008000, factor, 0xEA; "
+                "add.u32 factor, factor, 0x77907790; mov.b32 m, 0x80008000; fma.rn.bf16x2 m, factor, m, m; "
+                "mov.b32 factor, 0x7B807B80;"
             )
         return tl.inline_asm_elementwise(
             f"{{ .reg .b32 t, m, factor; {CODE} fma.rn.bf16x2 $0, t, factor, m; }}",
@@ -55,7 +57,8 @@ def numbers(words, PART: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr
         codes = words.to(tl.int32) >> SHIFT
         if FORMAT == "float8_e4m3fn":
             bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
-            return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120, as above
+            number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120, as above
+            return tl.where((codes & 0x7F) == 0x7F, float("nan"), number).to(dtype)
         # As the last bits of a float32 near 2^23, which costs a quarter of a conversion.
         elif FORMAT == "int8":
             return ((((codes & 255) ^ 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0).to(dtype)
@@ -240,15 +243,15 @@ def paged_attention_merge(
         sink = tl.load(sinks_ptr + head) * LOG2_E
     peak = tl.maximum(tl.max(maximum, 0), sink)
     weight = tl.exp2(maximum - peak)
-    # A split that saw no key has written no values; what is there is read without waiting to know.
+    # A split that saw no key has written no values; what is there is read without waiting to know. A sum may be NaN.
     mask = (split < SPLITS)[:, None] & (d < HEAD_DIM)[None, :]
     values = tl.load(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-    values = tl.where((total > 0.0)[:, None], values, 0.0)
+    values = tl.where((total == 0.0)[:, None], 0.0, values)
     out = tl.sum(values * weight[:, None], 0)
     whole = tl.sum(total * weight, 0)
     if SINKS:
         whole += tl.exp2(sink - peak)
-    out = out / tl.where(whole > 0.0, whole, 1.0)
+    out = out / tl.where(whole == 0.0, 1.0, whole)
     token = (pair // KV_HEADS * TOKENS + row // GROUP) * Q_HEADS + head
     tl.store(out_ptr + token.to(tl.int64) * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-    tl.store(lse_ptr + token, tl.where(whole > 0.0, (peak + tl.log2(whole)) / LOG2_E, float("-inf")))
+    tl.store(lse_ptr + token, tl.where(whole == 0.0, float("-inf"), (peak + tl.log2(whole)) / LOG2_E))
