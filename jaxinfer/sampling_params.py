@@ -1,12 +1,13 @@
 """SamplingParams: how one request's tokens are chosen, under vLLM's field names, defaults and ranges."""
 
 import dataclasses
-import difflib
 import math
 import numbers
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from jaxinfer.fields import refuse_unknown
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
@@ -69,7 +70,7 @@ class SamplingParams:
     sorted by id after construction."""
 
     def __new__(cls, *_: Any, **fields: Any) -> "SamplingParams":
-        _refuse_unknown(fields)
+        refuse_unknown(cls, fields, "sampling field")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class SamplingParams:
         Raises:
             ValueError: also for a name that is no field, with the fields it may have meant.
         """
-        _refuse_unknown(values)
+        refuse_unknown(cls, values, "sampling field")
         arguments = dict(values)
         bias = arguments.get("logit_bias")
         if isinstance(bias, Mapping):
@@ -148,18 +149,6 @@ class SamplingParams:
             count = getattr(self, name)
             if count is not None and count > num_tokens:
                 raise _error(name, count, f"at most the vocabulary's {num_tokens} tokens")
-
-
-def _refuse_unknown(names: Iterable[object]) -> None:
-    """Raises ValueError for names that are no fields, with those that may have been meant."""
-    known = [field.name for field in dataclasses.fields(SamplingParams)]
-    unknown = []
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=2)
-            unknown.append(f"{name!r}" + (f" (did you mean {' or '.join(close)}?)" if close else ""))
-    if unknown:
-        raise ValueError(f"no sampling field {', '.join(unknown)}; fields are {', '.join(known)}")
 
 
 def _error(name: str, value: object, expected: str) -> ValueError:

@@ -419,6 +419,11 @@ def test_g3_request_at_the_wall_of_the_pool() -> None:
         ({"policy": "both"}, "policy='both'; expected one of separate, mixed"),
         ({"decode_stall_ms": -1.0}, "decode_stall_ms=-1.0; expected a number above 0"),
         ({"sampling": ()}, r"sampling=\(\); give at least one SamplingParams"),
+        (
+            {"max_batch": 4},
+            r"no engine option 'max_batch' \(did you mean max_decode_batch\?\); engine options are max_dec",
+        ),
+        ({"xyz": 4}, r"no engine option 'xyz'; engine options are max_decode_batch, "),
     ],
     ids=str,
 )
@@ -431,7 +436,7 @@ def test_bad_configurations_are_named(fields: dict, message: str) -> None:
     ("fields", "message"),
     [
         ({"max_context": 129, "num_pages": 33}, None),  # the model's own context is 128: that is what holds
-        ({"num_pages": 10**9}, r"num_pages=1000000000 take [\d.e+]+ GB, and .* GB are free; lower it to at most \d+"),
+        ({"num_pages": 10**9}, r"num_pages=1000000000 take [\d,]+ GB, and .* GB are free; lower it to at most \d+"),
         ({"max_context": 128, "num_pages": 20}, "max_context=128 needs more than the 20 pages of 4 tokens"),
         ({"decode_rows": (2,)}, r"decode_rows=\(2,\): the largest is below max_decode_batch=4"),
         ({"max_prefill_tokens": 8}, r"max_prefill_tokens=8 is below the shortest of prefill_lengths=\(16,\)"),

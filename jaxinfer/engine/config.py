@@ -10,7 +10,8 @@ from jaxinfer import kv_cache
 from jaxinfer.batch import Limits
 from jaxinfer.engine.layout import SamplerLayout, listed
 from jaxinfer.engine.rules import DecodeOrder, Policy, Rules
-from jaxinfer.memory import free_device_bytes, free_host_bytes
+from jaxinfer.fields import refuse_unknown
+from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
 from jaxinfer.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative.speculation import Speculation
@@ -59,7 +60,7 @@ class EngineConfig:
             come.
 
     Raises:
-        ValueError: an option has the wrong type or is out of range; it is named, with what was expected.
+        ValueError: an option has the wrong type, is out of range, or is none; it is named, with what was expected.
     """
 
     max_decode_batch: int | None = None
@@ -81,6 +82,10 @@ class EngineConfig:
     prefix_cache: bool = True
     host_pages: int = 0
     sampling: tuple[SamplingParams, ...] = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
+
+    def __new__(cls, *_: typing.Any, **options: typing.Any) -> "EngineConfig":
+        refuse_unknown(cls, options, "engine option")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, least in _INTEGERS.items():
@@ -216,17 +221,17 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         budget = _pool_bytes(model, config.memory_fraction, call, sampled)
         num_pages = min(budget // page_bytes, 1 + sequences * -(-(longest + spare) // config.page_size))
         if num_pages < 2:
-            raise ValueError(f"{budget / 1e9:.3g} GB are left for the KV cache, less than a page; use a smaller model")
+            raise ValueError(f"{shown_bytes(budget)} are left for the KV cache, less than a page; use a smaller model")
     elif num_pages * page_bytes > (most := _most_bytes()):
         raise ValueError(
-            f"num_pages={num_pages} take {num_pages * page_bytes / 1e9:.3g} GB, and {most / 1e9:.3g} GB are free; "
+            f"num_pages={num_pages} take {shown_bytes(num_pages * page_bytes)}, and {shown_bytes(most)} are free; "
             f"lower it to at most {most // page_bytes}, or leave it out"
         )
     host_bytes = config.host_pages * kv_cache.bytes_per_token(model.config, model.cache_dtype) * config.page_size
     if host_bytes > free_host_bytes():
         raise ValueError(
-            f"host_pages={config.host_pages} take {host_bytes / 1e9:.3g} GB of host memory, and "
-            f"{free_host_bytes() / 1e9:.3g} GB are free; lower it"
+            f"host_pages={config.host_pages} take {shown_bytes(host_bytes)} of host memory, and "
+            f"{shown_bytes(free_host_bytes())} are free; lower it"
         )
     longest = min(longest, (num_pages - 1) * config.page_size - spare)
     if longest < 1:
