@@ -1,6 +1,7 @@
 """Stores: what is written is what is read, written whole or not at all, and not believed when it is read."""
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from jaxinfer.params import Piece
 from jaxinfer.quantization.api import quantize
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.plan import Plan, Precision, Rule
-from jaxinfer.store import layouts, reader
+from jaxinfer.store import checksums, layouts, reader
 from jaxinfer.store.create import create, model_pieces, save
 from jaxinfer.store.export import export
 from jaxinfer.store.manifest import MANIFEST
@@ -417,6 +418,20 @@ def edit(path: pathlib.Path, *keys: Any, value: Any) -> None:
     path.write_text(json.dumps(content))
 
 
+def without_checksums(store: pathlib.Path) -> None:
+    """As they were written before there were any: other checks are all there is."""
+    content = json.loads((store / MANIFEST).read_text())
+    del content["checksums"]
+    (store / MANIFEST).write_text(json.dumps(content))
+
+
+def flip(file: pathlib.Path, position: int, bit: int = 0) -> None:
+    """Changes one bit."""
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1 << bit
+    file.write_bytes(content)
+
+
 QKV = ("weights", "layer_00001", "qkv", "parts", 0)
 HOSTILE = {
     "format": (("format",), "zip", "is not that of a store"),
@@ -496,11 +511,66 @@ def test_damaged_arrays_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("array", ["layer_00001/o.codes/0.0", "layer_00000/qkv.parts.1.scales/0", "top/norm/0"])
+def test_a_flipped_bit_is_found_and_its_array_named(array: str, copy: pathlib.Path) -> None:
+    """While loading, packed or decoded, and while converting; a store of before checksums is read as it is."""
+    flip(copy / "weights" / array, -1)
+    message = rf"weights/{array}: the array has other bytes than were written"
+    for packed in (None, False):
+        with pytest.raises(CheckpointError, match=message):
+            load(copy, packed=packed, progress=False)
+    with pytest.raises(CheckpointError, match=message):
+        export(copy, copy.parent / "out", progress=False)
+    without_checksums(copy)
+    load(copy, progress=False)
+
+
+def test_a_flipped_bit_in_the_models_own_files_is_found(copy: pathlib.Path) -> None:
+    flip(copy / "original" / "config.json", 30)
+    with pytest.raises(CheckpointError, match=r"original/config\.json has other bytes than were written"):
+        load(copy, progress=False)
+
+
+def test_an_array_without_a_checksum_beside_others_that_have_one(copy: pathlib.Path) -> None:
+    content = json.loads((copy / MANIFEST).read_text())
+    del content["checksums"]["weights/layer_00001/o.codes"]
+    (copy / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"has no checksum of weights/layer_00001/o\.codes"):
+        load(copy, progress=False)
+
+
+def test_checksums(rng: np.random.Generator) -> None:
+    """By their definition, one word after the other; a bit anywhere, words and pages that changed places."""
+    data = rng.integers(0, 256, 2 * checksums.BLOCK_BYTES + 8168 * 3 + 11, dtype=np.uint8)
+    digests = []
+    for start in range(0, len(data), 2**20):
+        block = data[start : start + 2**20].tobytes()
+        rows = len(block) // 8168
+        sums = [0] * 1021
+        for number in range(rows * 1021):
+            sums[number % 1021] += int.from_bytes(block[8 * number : 8 * number + 8], "little")
+        columns = b"".join((total % 2**64).to_bytes(8, "little") for total in sums)
+        digests.append(hashlib.blake2b(columns + block[8168 * rows :], digest_size=8).digest())
+    expected = hashlib.blake2b(b"".join(digests), digest_size=8).hexdigest()
+    assert checksums.checksum(data) == checksums.checksum(data.tobytes()) == expected
+    for position in (0, 8167, 8168, 2**20 - 1, 2**20, len(data) - 12, len(data) - 1):
+        for bit in (0, 7):
+            changed = data.copy()
+            changed[position] ^= 1 << bit
+            assert checksums.checksum(changed) != expected
+    for size in (8, 512, 4096, 8192, 2**20):  # neighbours change places
+        changed = data.copy()
+        changed[:size], changed[size : 2 * size] = data[size : 2 * size], data[:size]
+        assert checksums.checksum(changed) != expected
+    assert checksums.checksum(b"") == checksums.checksum(np.zeros((0, 4), np.float32)) != checksums.checksum(b"\0")
+
+
 def test_an_order_of_inputs_that_leads_outside_is_refused(tmp_path: pathlib.Path) -> None:
     """The device gathers x by it without looking."""
     case = quantized_checkpoints.make("gptq act-order", tmp_path)
     out = create(case.quantized, tmp_path / "store")
     chunk = out / "weights" / "layer_00000" / "o.permutation" / "0"
+    without_checksums(out)
     order = np.fromfile(chunk, np.int32)
     order[3] = 1 << 30
     order.tofile(chunk)
@@ -512,6 +582,7 @@ def test_an_order_of_inputs_that_leads_outside_is_refused(tmp_path: pathlib.Path
 def test_scales_and_norms_that_are_no_numbers_are_refused(array: str, copy: pathlib.Path) -> None:
     chunk = copy / "weights" / "layer_00001" / array
     assert chunk.exists()
+    without_checksums(copy)
     chunk.write_bytes(b"\xff" * chunk.stat().st_size)
     with pytest.raises(CheckpointError, match=r"layer_00001\.\w+ holds NaN or infinity; the store is damaged"):
         load(copy, progress=False)

@@ -13,24 +13,34 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from checkpoints.errors import CheckpointError, check_regular
 from jaxinfer.packed_runs import aligned_empty
+from jaxinfer.store.checksums import BLOCK_BYTES, block_digests, of_blocks
 
 READERS = 8
 """Threads. A disk on a network needs several requests at once; on a local one they do no harm."""
 
-PIECE_BYTES = 16 * 2**20
-"""Of one read."""
+PIECE_BYTES = 16 * BLOCK_BYTES
+"""That one thread reads and checks before it takes the next."""
 
 AHEAD_BYTES = 512 * 2**20
 """Of host memory that is filled before the device has taken it, or the largest array."""
 
 _MAX_METADATA = 4096
 """Bytes of `.zarray`, which has about 160."""
+
+
+class StoredArray(NamedTuple):
+    """An array in a file that `stored_file` has checked, and its checksum; None in stores that have none."""
+
+    file: pathlib.Path
+    like: jax.ShapeDtypeStruct
+    checksum: str | None
 
 
 def stored_file(folder: pathlib.Path, like: jax.ShapeDtypeStruct) -> pathlib.Path:
@@ -69,12 +79,12 @@ def stored_file(folder: pathlib.Path, like: jax.ShapeDtypeStruct) -> pathlib.Pat
     return chunk
 
 
-def read_arrays(arrays: Iterable[tuple[pathlib.Path, jax.ShapeDtypeStruct]]) -> Iterator[np.ndarray]:
-    """The arrays in these files, which `stored_file` has checked, in order, the next ones being read meanwhile.
+def read_arrays(arrays: Iterable[StoredArray]) -> Iterator[np.ndarray]:
+    """The arrays in these files, in order, the next ones being read meanwhile.
 
-    Raises CheckpointError for a file that cannot be read or has become shorter.
+    Raises CheckpointError for a file that cannot be read, has become shorter, or holds other bytes than were written.
     """
-    waiting: list[tuple[np.ndarray, list[concurrent.futures.Future[None]]]] = []
+    waiting: list[tuple[StoredArray, np.ndarray, list[concurrent.futures.Future[bytes]]]] = []
     ahead = 0
     with contextlib.ExitStack() as stack:
         pool = concurrent.futures.ThreadPoolExecutor(READERS, "jaxinfer-store")
@@ -82,36 +92,50 @@ def read_arrays(arrays: Iterable[tuple[pathlib.Path, jax.ShapeDtypeStruct]]) -> 
 
         def first() -> np.ndarray:
             nonlocal ahead
-            array, reads = waiting.pop(0)
-            for read in reads:
-                read.result()
+            stored, array, reads = waiting.pop(0)
+            digests = b"".join([read.result() for read in reads])
+            if stored.checksum is not None and of_blocks(digests) != stored.checksum:
+                raise CheckpointError(
+                    f"{stored.file}: the array has other bytes than were written (its checksum differs); "
+                    "the store is damaged: copy or write it again"
+                )
             ahead -= array.nbytes
             return array
 
-        for file, like in arrays:
+        for stored in arrays:
+            file, like, is_checked = stored.file, stored.like, stored.checksum is not None
             num_bytes = math.prod(like.shape) * np.dtype(like.dtype).itemsize
             while waiting and ahead + num_bytes > AHEAD_BYTES:
                 yield first()
             array = aligned_empty(like.shape, np.dtype(like.dtype))
             target = memoryview(array.reshape(-1).view(np.uint8))
             starts = range(0, num_bytes, PIECE_BYTES)
-            waiting.append((array, [pool.submit(_read, file, target[s : s + PIECE_BYTES], s) for s in starts]))
+            reads = [pool.submit(_read, file, target[s : s + PIECE_BYTES], s, is_checked) for s in starts]
+            waiting.append((stored, array, reads))
             ahead += num_bytes
         while waiting:
             yield first()
 
 
-def _read(path: pathlib.Path, target: memoryview, start: int) -> None:
-    """Fills `target` with the bytes of a file from `start` on."""
+def _read(path: pathlib.Path, target: memoryview, start: int, is_checked: bool) -> bytes:
+    """Fills `target` with the bytes of a file from `start` on; returns the digests of their blocks, if asked to.
+
+    Block by block: what was read is still in the core's cache when it is added up.
+    """
+    digests = []
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            done = 0
-            while done < len(target):
-                count = os.preadv(descriptor, [target[done:]], start + done)
-                if not count:
-                    raise CheckpointError(f"{path} ends early; the store is damaged: copy or write it again")
-                done += count
+            for begin in range(0, len(target), BLOCK_BYTES):
+                block, done = target[begin : begin + BLOCK_BYTES], 0
+                while done < len(block):
+                    count = os.preadv(descriptor, [block[done:]], start + begin + done)
+                    if not count:
+                        raise CheckpointError(f"{path} ends early; the store is damaged: copy or write it again")
+                    done += count
+                if is_checked:
+                    digests.append(block_digests(np.asarray(block)))
+            return b"".join(digests)
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -18,6 +18,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.safetensors import read_json
 from jaxinfer.config import ModelConfig
 from jaxinfer.params import piece_specs
+from jaxinfer.store.checksums import checksum
 from jaxinfer.store.structure import Described, parse
 
 MANIFEST = "jaxinfer.json"
@@ -36,6 +37,9 @@ _KEYS = ("format", "version", "model", "dtype", "device", "versions", "config", 
 class Manifest:
     """What `jaxinfer.json` holds. `weights` are abstract, by piece and field; `files` the sizes of those of the model.
 
+    `checksums` (`jaxinfer.store.checksums`) are those of arrays, `weights/{piece}/{array}`, and of files, by the names
+    in `files`; empty for a store that was written before there were any.
+
     `plan` and `quality` are JSON objects, or None for a model that was not quantised here, or not measured.
     """
 
@@ -48,6 +52,11 @@ class Manifest:
     quality: Mapping[str, Any] | None
     files: Mapping[str, int]
     weights: Mapping[str, Mapping[str, Described]]
+    checksums: Mapping[str, str]
+
+    def checksum(self, name: str) -> str | None:
+        """That of an array or a file. Raises CheckpointError where only others have one."""
+        return _checksum(self.checksums, name)
 
 
 def versions() -> dict[str, str]:
@@ -101,9 +110,10 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
             "files": dict[str, int],
         }.items()
     }
+    checksums = decode(dict[str, str], content.get("checksums", {}), f"{path}: checksums")
     _check_config(decoded["config"], path)
-    _check_files(folder, decoded["files"])
-    return Manifest(**decoded, weights=_weights(content["weights"], decoded["config"], path))
+    _check_files(folder, decoded["files"], checksums)
+    return Manifest(**decoded, checksums=checksums, weights=_weights(content["weights"], decoded["config"], path))
 
 
 def decode(hint: Any, value: Any, where: str) -> Any:
@@ -166,8 +176,14 @@ def _check_config(config: ModelConfig, path: pathlib.Path) -> None:
         raise CheckpointError(f"{path}: config has an impossible {wrong[0]}; the store is damaged: write it again")
 
 
-def _check_files(folder: pathlib.Path, files: Mapping[str, int]) -> None:
-    """The files that came with the model: all there, none longer or shorter than they were."""
+def _checksum(checksums: Mapping[str, str], name: str) -> str | None:
+    if checksums and name not in checksums:
+        raise CheckpointError(f"{MANIFEST} has no checksum of {name[:80]}; the store is damaged: write it again")
+    return checksums.get(name)
+
+
+def _check_files(folder: pathlib.Path, files: Mapping[str, int], checksums: Mapping[str, str]) -> None:
+    """The files that came with the model: all there, none longer or shorter than they were, or of other bytes."""
     for name, size in files.items():
         parts = pathlib.PurePosixPath(name).parts
         if not parts or parts[0] != ORIGINAL or ".." in parts or "\0" in name or "\\" in name:
@@ -178,6 +194,12 @@ def _check_files(folder: pathlib.Path, files: Mapping[str, int]) -> None:
         if file.stat().st_size != size:
             raise CheckpointError(
                 f"{file} has {file.stat().st_size} bytes, not the {size} that were written; "
+                "the store is damaged: copy or write it again"
+            )
+        written = _checksum(checksums, name)
+        if written is not None and checksum(file.read_bytes()) != written:
+            raise CheckpointError(
+                f"{file} has other bytes than were written (its checksum differs); "
                 "the store is damaged: copy or write it again"
             )
 

@@ -21,7 +21,7 @@ from checkpoints.safetensors import read_json
 from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
 from jaxinfer.packed_weights import DeviceWeight
 from jaxinfer.params import TOP, ParamSpec, Piece, piece_specs
-from jaxinfer.store.arrays import read_arrays, stored_file
+from jaxinfer.store.arrays import StoredArray, read_arrays, stored_file
 from jaxinfer.store.layouts import LAYOUT_VERSIONS, repacked, unpacked
 from jaxinfer.store.manifest import GGUF_METADATA, ORIGINAL, WEIGHTS, read_manifest
 from jaxinfer.store.structure import FLOATS, Described, canonical_like, named_arrays
@@ -44,7 +44,11 @@ class Store:
         self.dtype = jnp.dtype(self.manifest.dtype)
         self._files = {
             (piece, field): [
-                (stored_file(self.path / WEIGHTS / piece / name, like), like)
+                StoredArray(
+                    stored_file(self.path / WEIGHTS / piece / name, like),
+                    like,
+                    self.manifest.checksum(f"{WEIGHTS}/{piece}/{name}"),
+                )
                 for name, like in named_arrays(self.manifest.weights[piece][field].weight, field)
             ]
             for piece, specs in self.specs()
@@ -59,7 +63,8 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Of all arrays."""
-        return sum(math.prod(like.shape) * np.dtype(like.dtype).itemsize for _, like in self._arrays())
+        likes = (stored.like for stored in self._arrays())
+        return sum(math.prod(like.shape) * np.dtype(like.dtype).itemsize for like in likes)
 
     def specs(self) -> Iterator[tuple[str, dict[str, ParamSpec]]]:
         """The fields of each piece, in order."""
@@ -98,7 +103,7 @@ class Store:
         host = filled(described, read_arrays(self._files[piece, field]), where)
         return _with_codes(host, lambda codes: unpacked(codes, described.version_of(codes)))
 
-    def _arrays(self) -> Iterator[tuple[pathlib.Path, jax.ShapeDtypeStruct]]:
+    def _arrays(self) -> Iterator[StoredArray]:
         return itertools.chain.from_iterable(self._files.values())
 
     def _warn_of_repacking(self, name: str) -> None:

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.packed_weights import DeviceWeight
 from jaxinfer.params import Piece
+from jaxinfer.store.checksums import checksum
 from jaxinfer.store.manifest import MANIFEST, ORIGINAL, WEIGHTS, device_name, read_manifest, versions, write_manifest
 from jaxinfer.store.structure import describe, named_arrays
 from jaxinfer.store.unfinished import check_free, written_whole
@@ -53,6 +55,7 @@ class StoreWriter:
         self.config, self.plan, self.quality = config, plan, quality
         self._dtype, self._model, self._files = dtype, pathlib.Path(model).name, files
         self._described: dict[str, dict[str, Any]] = {}
+        self._checksums: dict[str, str] = {}
         check_free(self.path)
 
     def __enter__(self) -> "StoreWriter":
@@ -73,6 +76,8 @@ class StoreWriter:
         """Writes the weights of one piece."""
         arrays = {name: array for field, weight in fields.items() for name, array in named_arrays(weight, field)}
         self._described[piece] = {field: describe(weight) for field, weight in fields.items()}
+        for name, array in arrays.items():
+            self._checksums[f"{WEIGHTS}/{piece}/{name}"] = checksum(np.asarray(array))
         with _quiet_orbax() as ocp:
             self._orbax.save(self._folder / WEIGHTS / piece, args=ocp.args.PyTreeSave(arrays))
 
@@ -93,6 +98,7 @@ class StoreWriter:
             target = self._folder / ORIGINAL / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
+            self._checksums[f"{ORIGINAL}/{name}"] = checksum(content)
         content = {
             "model": self._model,
             "dtype": str(self._dtype),
@@ -103,6 +109,7 @@ class StoreWriter:
             "quality": self.quality,
             "files": {f"{ORIGINAL}/{name}": len(content) for name, content in self._files.items()},
             "weights": self._described,
+            "checksums": self._checksums,
         }
         write_manifest(self._folder, content)
         read_manifest(self._folder)  # a store that could not be read again is none
