@@ -66,29 +66,44 @@ def parts_of(kind: str, rng: np.random.Generator, out: int, inputs: int) -> dict
             scales = np.full((groups, out), 0.01, np.float16)
             parts = {"qweight": words(inputs // 8, out), "qzeros": words(groups, out // 8), "scales": scales}
             return parts | {"g_idx": order}
+        case "compressed-tensors":
+            scale = np.full((out, groups), 0.01, ml_dtypes.bfloat16)
+            return {
+                "weight_packed": words(out, inputs // 8),
+                "weight_scale": scale,
+                "weight_shape": np.array([out, inputs]),
+            }
         case "bfloat16":
             return {"weight": np.ones((out, inputs), ml_dtypes.bfloat16)}
     weight = np.full((out, inputs), 0x38, np.uint8).view(ml_dtypes.float8_e4m3fn)
+    if kind == "fp8 blocks":
+        return {"weight": weight, "weight_scale_inv": np.ones((out // 128, inputs // 128), np.float32)}
     return {"weight": weight, "weight_scale": np.ones((out, 1), np.float32)}
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads peak memory from Linux's /proc")
 @pytest.mark.parametrize(
-    ("kind", "how"), [("awq", "packed"), ("gptq", "packed"), ("fp8", "packed"), ("fp8", "decoded")]
+    ("kind", "how"),
+    [
+        ("awq", "packed"),
+        ("gptq", "packed"),
+        ("compressed-tensors", "packed"),
+        ("fp8", "packed"),
+        ("fp8 blocks", "packed"),
+        ("fp8", "decoded"),
+    ],
 )
 def test_peak_memory_is_the_packed_model_and_the_largest_tensor(kind: str, how: str, tmp_path: pathlib.Path) -> None:
     """In a process of its own. Beside the model there may be as much as the largest tensor of the file has with a code
     a byte, 17 MB; what is decoded may take it in bfloat16. Decoded to float32 and joined it would have 134.
     """
-    quantization = {"awq": {"quant_method": "awq"}, "gptq": {"quant_method": "gptq"}}.get(
-        kind, {"quant_method": "modelopt"}
-    )
+    method = {"fp8": "modelopt", "fp8 blocks": "fp8"}.get(kind, kind)
     packed = how == "packed"
-    measured = measure(tmp_path, kind, {"quantization_config": quantization}, how)
+    measured = measure(tmp_path, kind, {"quantization_config": {"quant_method": method}}, how)
     weights = 3 * sum(out * inputs for out, inputs in LINEAR.values())
     assert measured["after"] > 0.8 * measured["final"]  # the figures see the weights
     if packed:
-        assert measured["final"] < (1.03 if kind == "fp8" else 0.7) * weights
+        assert measured["final"] < (1.03 if "fp8" in kind else 0.7) * weights
     # The last layer's down projection comes on top of the whole model; around it, scales beside its codes (64 KB), and
     # what the process's own memory varies by from run to run.
     around = 1 << 20
