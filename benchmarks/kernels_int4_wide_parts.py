@@ -21,7 +21,8 @@ from benchmarks.harness import RESULTS, Recorder
 from benchmarks.kernels_int4 import BF16, DOWN, UP, weights_of
 from benchmarks.kernels_int4_wide import times
 from pallas_kernels.int4_matmul import wide
-from pallas_kernels.int4_matmul.wide_plan import WideSchedule
+from pallas_kernels.int4_matmul.wide_arrange import arrange
+from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 
@@ -68,7 +69,8 @@ def lowered(part: str, shape: tuple[int, int], schedule: WideSchedule) -> jax.st
     weights = jax.eval_shape(lambda: weights_of.__wrapped__(k, n, 128, "zero_point"))
 
     def products(x: jax.Array, weights: Any) -> list[jax.Array]:
-        return [wide.partial_sums(x, w, schedule=schedule, out_dtype=BF16) for w in weights]
+        plans = [WidePlan.of(ROWS, w, schedule) for w in weights]
+        return [wide.launch(arrange(x, p), w, p, BF16) for p, w in zip(plans, weights, strict=True)]
 
     with without(part):
         return jax.jit(products).lower(jax.ShapeDtypeStruct((ROWS, k), BF16), weights)

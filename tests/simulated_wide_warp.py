@@ -321,18 +321,24 @@ def simulate_dequantize(weight: Packed) -> np.ndarray:
     return out.reshape(weight.shape)
 
 
-def simulate_arrange(x: np.ndarray, plan: WidePlan) -> np.ndarray:
-    """What the kernel that reorders x (bfloat16) returns."""
+def simulate_arrange(
+    x: np.ndarray, plan: WidePlan, norm: np.ndarray | None = None, norm_eps: float = 0.0
+) -> np.ndarray:
+    """What the kernel that reorders x (bfloat16), and may normalise it, returns."""
     # As 16-bit numbers, of which all ones are NaN: nothing is written twice.
     out = np.full(2 * np.prod(wide_arrange.shape(plan.rows, plan.in_features, plan.token_order)), np.nan, BF16)
     bytes_ = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    for block in range(wide_arrange.blocks(plan)):
+    pairs = -(-plan.rows // wide_arrange.NORM_TOKENS)
+    for block in range(wide_arrange.blocks(plan) if norm is None else pairs):
 
         def program(warp: SimulatedWarp, _: int, block: int = block) -> None:
             w = SimulatedWideWarp(warp, Barriers())
-            wide_arrange.reorder(w, plan, bytes_, out, w.integer(block))
+            if norm is None:
+                wide_arrange.reorder(w, plan, bytes_, out, w.integer(block))
+            else:
+                wide_arrange.normalise(w, plan, bytes_, norm, norm_eps, out, w.integer(block))
 
-        run_cluster(1, wide_arrange.WARPS, 4, program)
+        run_cluster(1, wide_arrange.WARPS if norm is None else wide_arrange.norm_warps(plan), 256, program)
     return out.view(np.int32).reshape(wide_arrange.shape(plan.rows, plan.in_features, plan.token_order))
 
 

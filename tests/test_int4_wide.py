@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from simulated_wide_warp import simulate, simulate_arrange, simulate_dequantize, simulate_gated
 
+from jaxinfer.layers.norm import rms_norm
 from pallas_kernels.int4_matmul import (
     PackedInt4,
     dequantize,
@@ -149,6 +150,30 @@ def test_kernel_that_arranges_does_what_xla_does(group_size: int) -> None:
     x = tokens(37, 200)
     expected = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan))
     assert (simulate_arrange(x, plan) == expected).all()
+
+
+@pytest.mark.parametrize(("in_features", "group_size"), [(200, 16), (2312, 32)])
+def test_kernel_that_normalises_does_what_xla_does(in_features: int, group_size: int) -> None:
+    plan = WidePlan.of(7, to_mosaic(make(16, in_features, group_size, "symmetric")), WideSchedule(16))
+    x, norm = tokens(7, in_features), np.random.default_rng(0).uniform(0.5, 1.5, in_features).astype(np.float32)
+    expected = np.asarray(wide_arrange.by_xla(rms_norm(jnp.asarray(x), jnp.asarray(norm), 1e-5), plan))
+    there = np.indices(expected.shape)[3] < 7
+    found = [a[there].view(BF16).astype(np.float32) for a in (simulate_arrange(x, plan, norm, 1e-5), expected)]
+    np.testing.assert_allclose(*found, rtol=2**-7)  # the last bit of bfloat16
+    assert (found[0] == found[1]).mean() > 0.99
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [37, 256])
+def test_kernel_that_normalises_on_the_gpu(rows: int) -> None:
+    plan = WidePlan.of(rows, to_mosaic(make(16, 4096, 128, "symmetric")), WideSchedule(64))
+    x, norm = jnp.asarray(tokens(rows, 4096)), jnp.linspace(0.5, 1.5, 4096)
+    expected = np.asarray(wide_arrange.by_xla(rms_norm(x, norm, 1e-5), plan))
+    tile, _, _, token, _ = np.indices(expected.shape)
+    image = np.asarray(wide_arrange.by_kernel(x, plan, norm, 1e-5))
+    found = [a[tile * 64 + token < rows].view(BF16).astype(np.float32) for a in (image, expected)]
+    np.testing.assert_allclose(*found, rtol=2**-7)
+    assert (found[0] == found[1]).mean() > 0.99
 
 
 @pytest.mark.gpu

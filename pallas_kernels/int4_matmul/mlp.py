@@ -1,45 +1,54 @@
-"""A decoder's gated feed-forward block of packed weights for many rows, in two kernels on Hopper."""
+"""A decoder's gated feed-forward block of packed weights for many rows, in three kernels on Hopper."""
 
 import math
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import dispatch
 from pallas_kernels.int4_matmul import wide, wide_tuning
-from pallas_kernels.int4_matmul.api import Backend, int4_matmul, refusals_of
+from pallas_kernels.int4_matmul.api import Backend, int4_matmul, int4_matmul_fused, refusals_of
 from pallas_kernels.int4_matmul.packing_int8 import Packed
+from pallas_kernels.int4_matmul.wide_arrange import MOST_NORM_INPUTS
 from pallas_kernels.int4_matmul.wide_plan import STAGE
 
 
 def int4_gated_mlp(
-    x: Float[Array, "*rows in_features"], gate_up: Packed, down: Packed, *, backend: Backend | None = None
+    x: Float[Array, "*rows in_features"],
+    gate_up: Packed,
+    down: Packed,
+    *,
+    norm: Float32[Array, " in_features"] | None = None,
+    norm_eps: float = 1e-6,
+    backend: Backend | None = None,
 ) -> Float[Array, "*rows out_features"]:
     """(silu(x Wg^T) * (x Wu^T)) Wd^T in x's dtype: `gate_up` holds the rows of Wg, then those of Wu, `down` is Wd.
 
-    Where `gated_mlp_refusal` is None, what is between the products never leaves the order in which the second kernel
-    takes it, and is rounded once; else these are two calls of `int4_matmul`.
+    x goes through an RMS norm first where there are weights of one. Where `gated_mlp_refusal` is None, what is between
+    the products is rounded once, and never leaves the order in which the second kernel takes it; else these are calls
+    of `int4_matmul_fused` and `int4_matmul`.
     """
-    rows = math.prod(x.shape[:-1])
     if gated_mlp_refusal(x, gate_up, down, backend=backend) is not None:
-        gate, other = jnp.split(int4_matmul(x, gate_up, out_dtype=jnp.float32, backend=backend), 2, axis=-1)
-        return int4_matmul((jax.nn.silu(gate) * other).astype(x.dtype), down, backend=backend)
-    flat = dispatch.in_memory(x.reshape(rows, x.shape[-1]))
+        hidden = int4_matmul_fused(x, gate_up, norm=norm, norm_eps=norm_eps, gated=True, backend=backend)
+        return int4_matmul(hidden, down, backend=backend)
+    rows = math.prod(x.shape[:-1])
+    flat, norm = dispatch.in_memory((x.reshape(rows, x.shape[-1]), norm))
     schedules = wide_tuning.gated_schedules(rows, gate_up, down, jax.devices()[0].device_kind)
-    out = wide.gated_mlp(flat, gate_up, down, schedules=schedules, out_dtype=x.dtype)
+    out = wide.gated_mlp(flat, gate_up, down, norm, schedules=schedules, out_dtype=x.dtype, norm_eps=norm_eps)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def gated_mlp_refusal(
     x: Float[Array, "*rows in_features"], gate_up: Packed, down: Packed, *, backend: Backend | None = None
 ) -> str | None:
-    """Why no two kernels do a gated block; None if they do."""
+    """Why no kernels do a gated block as a whole; None if some do."""
     rows, results = math.prod(x.shape[:-1]), gate_up.shape[0] // 2
     if gate_up.shape[0] != 2 * down.shape[1]:
         return f"gate and up have {gate_up.shape[0]} outputs, not twice the {down.shape[1]} inputs of down"
     if results % STAGE:
         return f"it needs a multiple of {STAGE} hidden features, not {results}"
+    if x.shape[-1] > MOST_NORM_INPUTS:
+        return f"it takes up to {MOST_NORM_INPUTS} inputs, not {x.shape[-1]}"
     if not wide_tuning.WIDE_ROWS <= rows < wide_tuning.DEQUANTIZED_ROWS:
         return f"it is for {wide_tuning.WIDE_ROWS} to {wide_tuning.DEQUANTIZED_ROWS - 1} rows"
     for weight in (gate_up, down):

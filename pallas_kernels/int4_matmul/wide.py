@@ -184,22 +184,36 @@ def multiply_part(
 
 
 # Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.
-@functools.partial(jax.jit, static_argnames=("schedule", "out_dtype"))
-def int4_matmul(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
-    """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features]."""
-    partial = partial_sums(x, weight, schedule=schedule, out_dtype=out_dtype)
+@functools.partial(jax.jit, static_argnames=("schedule", "out_dtype", "norm_eps"))
+def int4_matmul(
+    x: jax.Array,
+    weight: Packed,
+    norm: jax.Array | None = None,
+    *,
+    schedule: WideSchedule,
+    out_dtype: jnp.dtype,
+    norm_eps: float = 0.0,
+) -> jax.Array:
+    """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, out_features].
+
+    `norm` float32 [in_features]: x goes through an RMS norm first.
+    """
+    plan = WidePlan.of(x.shape[0], weight, schedule)
+    partial = launch(arrange(x, plan, norm, norm_eps), weight, plan, out_dtype)
     # Written as a chain of additions, XLA makes it part of the next elementwise operation.
     return functools.reduce(operator.add, list(partial)).astype(out_dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("schedules", "out_dtype"))
+@functools.partial(jax.jit, static_argnames=("schedules", "out_dtype", "norm_eps"))
 def gated_mlp(
     x: jax.Array,
     gate_up: Packed,
     down: Packed,
+    norm: jax.Array | None = None,
     *,
     schedules: tuple[WideSchedule, WideSchedule],
     out_dtype: jnp.dtype,
+    norm_eps: float = 0.0,
 ) -> jax.Array:
     """(silu(x Wg^T) * (x Wu^T)) Wd^T for x [rows, in_features] bf16 -> [rows, out_features].
 
@@ -210,14 +224,8 @@ def gated_mlp(
     second = WidePlan.of(rows, down, schedules[1])
     first = WidePlan.of(rows, gate_up, schedules[0])
     first = dataclasses.replace(first, gated=True, result_order=second.token_order)
-    hidden = launch(arrange(x, first), gate_up, first, out_dtype)
+    hidden = launch(arrange(x, first, norm, norm_eps), gate_up, first, out_dtype)
     return functools.reduce(operator.add, list(launch(hidden, down, second, out_dtype))).astype(out_dtype)
-
-
-def partial_sums(x: jax.Array, weight: Packed, *, schedule: WideSchedule, out_dtype: jnp.dtype) -> jax.Array:
-    """The same before the last addition: [slices, rows, out_features], float32 unless there is only one slice."""
-    plan = WidePlan.of(x.shape[0], weight, schedule)
-    return launch(arrange(x, plan), weight, plan, out_dtype)
 
 
 def launch(image: jax.Array, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -> jax.Array:
