@@ -16,11 +16,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm.auto import tqdm
 
+from jaxinfer.evaluation.answers import collect
 from jaxinfer.evaluation.generation_options import GenerationOptions
 from jaxinfer.evaluation.open_chat import render_chat
-from jaxinfer.evaluation.sample_log import SampleLog, key_of
+from jaxinfer.evaluation.sample_log import SampleLog
 from jaxinfer.generation import stream
 from jaxinfer.model import Model, load
 from jaxinfer.scoring import opening_id, scored_pairs
@@ -224,48 +224,18 @@ class JaxinferLM(TemplateLM):
         run: Callable[[Sequence[int]], Iterable[tuple[int, Any]]],
         disable_tqdm: bool,
     ) -> list[Any]:
-        """Answers in order: those of the samples file, then what `run` yields for the other positions, kept at once.
-
-        Raises ValueError, when all other answers are kept, if the model's logits are not finite for some requests.
-        """
-        answers: dict[int, Any] = {}
-        keys = self._keys(kind, requests)
-        known = {} if self._samples is None else self._samples.responses
-        answers |= {position: known[key] for position, key in enumerate(keys) if key in known}
-        positions = [position for position in range(len(requests)) if position not in answers]
-        failed = []
-        bar = tqdm(total=len(requests), initial=len(answers), desc=f"Running {kind} requests", disable=disable_tqdm)
-        with bar:
-            for position, answer in run(positions):
-                bar.update()
-                request = requests[position]
-                if _is_nan(answer):
-                    failed.append(request)
-                    continue
-                answers[position] = answer
-                if self._samples is not None:
-                    described = {"type": kind, "task": request.task_name, "doc_id": request.doc_id, "idx": request.idx}
-                    self._samples.append(keys[position], described | {"arguments": request.args}, answer)
-                self.cache_hook.add_partial(kind, request.args, answer)
-        if failed:
-            where = f"document {failed[0].doc_id} of {failed[0].task_name}"
-            raise ValueError(f"the model's logits are not finite for {len(failed)} requests, the first in {where}")
-        return [answers[position] for position in range(len(requests))]
-
-    def _keys(self, kind: str, requests: Sequence[Instance]) -> list[str]:
-        """A key for each request; the same request asked again, as by a task that repeats it, has another one."""
-        if self._samples is None:
-            return [""] * len(requests)
+        """Answers in order; `run` yields those that the samples file has not, by position, as they become known."""
         numbers = (str(self.model.dtype), str(self.model.cache_dtype))
         settings = (self.model.name, numbers, self.max_length, self.add_bos_token, self._prefix_token_id)
-        generation = (self.max_gen_toks, self.think_end_token, self.seed)
-        asked: collections.Counter[tuple[Any, ...]] = collections.Counter()
-        keys = []
-        for request in requests:
-            sample = (request.task_name, request.doc_id, request.idx)
-            keys.append(key_of(kind, settings, generation, sample, asked[sample], request.args))
-            asked[sample] += 1
-        return keys
+        return collect(
+            kind,
+            requests,
+            run,
+            samples=self._samples,
+            identity=(settings, (self.max_gen_toks, self.think_end_token, self.seed)),
+            remember=self.cache_hook.add_partial,
+            disable_tqdm=disable_tqdm,
+        )
 
     def _encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Token ids of a context and its continuation, neither empty."""
@@ -312,11 +282,6 @@ class JaxinferLM(TemplateLM):
             )
         ids = self.tok_encode(context) or [self.prefix_token_id]
         return ids[-room:], len(ids) > room
-
-
-def _is_nan(answer: Any) -> bool:
-    number = answer[0] if isinstance(answer, tuple) else answer
-    return isinstance(number, float) and math.isnan(number)
 
 
 def register() -> None:
