@@ -143,8 +143,8 @@ def load(
 
     `prefill_dtype` keeps a second copy of what is packed, decoded to that dtype, which is `dtype` too: `generate` and
     `stream` compute prompts with it, as the original model would, and decoding reads the codes. What the copy takes is
-    said in a warning before it is made. Scores and `logits` are those of the codes. The engine refuses such a model:
-    it reads generated tokens again, after a preemption or as part of the next prompt.
+    said in a warning before it is made. Scores and `logits` are those of the codes. An engine that computes generated
+    tokens again, after a preemption, does so with the codes; in its prefix cache it keeps prompts alone.
 
     Raises CheckpointError or ValueError, naming the file and the remedy, before anything large is allocated.
     """

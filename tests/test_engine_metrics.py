@@ -137,6 +137,28 @@ def test_pieces_are_laid_into_calls_row_by_row() -> None:
     }
 
 
+@pytest.mark.parametrize("tile", [None, 4])
+def test_pieces_of_prompts_and_of_output_share_no_call_where_they_have_two_weights(tile: int | None) -> None:
+    model = dataclasses.replace(cases.model(), prefill_params=cases.model().params)
+    config = dataclasses.replace(cases.CONFIG, prefill_tile=tile)
+    programs = Programs(model, settle(config, model), kv_cache.create(model.config, 2, 4, jnp.float32))
+    pieces, requests = [], {}
+    for start, length in (
+        (0, 9),
+        (9, 5),
+        (4, 3),
+        (9, 2),
+    ):  # a whole prompt, two outputs, the end of a prompt
+        sequence = Sequence(cases.prompt(start + length), 9, 9, 0)
+        requests[sequence] = requests_for(model, [sequence.tokens[:9]], cases.params(max_tokens=9))[0]
+        pieces.append(Piece(sequence, start, length, True))
+    calls = list(calls_for(pieces, requests, programs))
+    of_output = [({piece.start >= 9 for piece in call.pieces}, call.size.of_output) for call in calls]
+    assert all(starts == {flag} for starts, flag in of_output)
+    assert sum(piece.length for call in calls for piece in call.pieces) == 19
+    assert any(size.of_output for size in programs.expected())
+
+
 def test_needs_beyond_the_examples_compile_once_and_are_counted() -> None:
     """From greedy alone to all parts of the sampler to a longer list of biases, while others run on."""
     greedy = cases.params()

@@ -1,7 +1,9 @@
 """Prompts by the original weights, decoding by their codes: `load(..., prefill_dtype=...)`."""
 
+import dataclasses
 import logging
 
+import engine_cases as cases
 import families
 import jax
 import jax.numpy as jnp
@@ -49,8 +51,30 @@ def test_prompts_by_the_copy_and_decoding_by_the_codes(caplog: pytest.LogCapture
     for table, logprobs in zip(tables, wanted, strict=True):
         for token, found in table.items():
             assert found.logprob == pytest.approx(float(logprobs[token]), abs=2e-5)
-    with pytest.raises(ValueError, match="has a copy of its weights for prompts"):
-        ji.Engine(both)
+
+
+def test_an_engine_computes_prompts_by_the_copy_and_output_by_the_codes() -> None:
+    """With preemptions, and with a prompt that begins with another's prompt and answer: the tokens of `generate`."""
+    both = ji.load(FOLDER, dtype="float32", quantize="int4", prefill_dtype="float32")
+    params = cases.params(max_tokens=30)
+    prompts = [cases.prompt(length, row) for row, length in enumerate((9, 14, 21, 30))]
+    answers = [output.completions[0].token_ids for output in ji.generate(both, prompts, params)]
+    other = ji.generate(dataclasses.replace(both, prefill_params=None), prompts, params)
+    assert answers != [output.completions[0].token_ids for output in other], "the copy makes no difference"
+    longer, few = [prompts[0] + list(answers[0])], cases.params(max_tokens=9)
+    (after,) = ji.generate(both, longer, few)
+    with cases.engine(both, sampling=(params,), prefill_rows=(1,)) as engine:
+        assert engine.settings.rereads
+        engine.warmup(progress=False)
+        assert [output.completions[0].token_ids for output in engine.generate(prompts, params)] == answers
+        assert engine.metrics().preemptions > 0
+        pair = [prompts[0]], [list(answers[0])]
+        assert engine.score(*pair)[0].logprob == pytest.approx(ji.score(both, *pair)[0].logprob, abs=1e-4)
+        for _ in range(2):
+            assert engine.generate(longer, few)[0].completions[0].token_ids == after.completions[0].token_ids
+        metrics = engine.metrics()
+        assert metrics.prefix_hit_rate > 0
+        assert metrics.compilations_after_warmup <= 2  # scoring's, which nobody announces
 
 
 def test_a_packed_head_of_a_tied_model_is_the_embedding_again_and_random_weights_too() -> None:

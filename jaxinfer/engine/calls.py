@@ -23,8 +23,13 @@ def calls_for(pieces: Sequence[Piece], requests: Mapping[Track, Request], progra
     if programs.settings.packed:
         yield from _packed(pieces, requests, programs)
         return
+    together: dict[bool, list[Piece]] = {False: [], True: []}
+    for piece in pieces:
+        if piece.start > 0 and not piece.after_pieces:
+            together[_of_output(piece, programs)].append(piece)
     yield from _grouped([piece for piece in pieces if piece.start == 0], requests, programs)
-    yield from _grouped([piece for piece in pieces if piece.start > 0 and not piece.after_pieces], requests, programs)
+    for alike in together.values():
+        yield from _grouped(alike, requests, programs)
     for piece in pieces:
         if piece.after_pieces:
             yield from _grouped([piece], requests, programs)
@@ -45,13 +50,15 @@ def _grouped(pieces: Sequence[Piece], requests: Mapping[Track, Request], program
         num_alike = sum(rules.padded(piece.length) == length for piece in rest)
         choices = [rows for rows, size in sizes if size == length]
         rows = next((n for n in reversed(choices) if 2 * num_alike > n), choices[0])
-        yield Call(tuple(rest[:rows]), Size("prefill", rows, length, from_empty=rest[0].start == 0))
+        of_output = _of_output(rest[0], programs)
+        size = Size("prefill", rows, length, from_empty=rest[0].start == 0, of_output=of_output)
+        yield Call(tuple(rest[:rows]), size)
         del rest[:rows]
 
 
 def _packed(pieces: Sequence[Piece], requests: Mapping[Track, Request], programs: Programs) -> Iterator[Call]:
-    """Pieces in order, each cut into as many rows as it needs; every call is full but those that end a round or come
-    before a scored piece, which goes alone.
+    """Pieces in order, each cut into as many rows as it needs. Every call is full but those that end a round, come
+    before a scored piece, which goes alone, or before a piece for other weights.
 
     A row may continue one of its own call: a layer writes all keys and values before it reads any.
     """
@@ -59,28 +66,34 @@ def _packed(pieces: Sequence[Piece], requests: Mapping[Track, Request], programs
     most, tile = sizes[-1]
     waiting = list[Piece]()
 
-    def last_call() -> Iterator[Call]:
-        if waiting:
-            rows = next(rows for rows, _ in sizes if rows >= len(waiting))
-            yield Call(tuple(waiting), Size("prefill", rows, tile))
-            waiting.clear()
+    def call(count: int) -> Call:
+        chosen, waiting[:count] = waiting[:count], []
+        rows = next(rows for rows, _ in sizes if rows >= count)
+        return Call(tuple(chosen), Size("prefill", rows, tile, of_output=_of_output(chosen[0], programs)))
 
     for piece in pieces:
-        if _is_scored(piece, requests):
-            yield from last_call()
+        scored = _is_scored(piece, requests)
+        if waiting and (scored or _of_output(piece, programs) != _of_output(waiting[0], programs)):
+            yield call(len(waiting))
+        if scored:
             yield _scored(piece, requests, programs)
             continue
         waiting += _rows(piece, tile)
         while len(waiting) >= most:
-            yield Call(tuple(waiting[:most]), Size("prefill", most, tile))
-            del waiting[:most]
-    yield from last_call()
+            yield call(most)
+    if waiting:
+        yield call(len(waiting))
 
 
 def _rows(piece: Piece, tile: int) -> Iterator[Piece]:
     end = piece.start + piece.length
     for start in range(piece.start, end, tile):
         yield Piece(piece.sequence, start, min(tile, end - start), piece.last and start + tile >= end)
+
+
+def _of_output(piece: Piece, programs: Programs) -> bool:
+    """Whether a piece is computed with the weights of decoding, where prompts have others."""
+    return programs.settings.rules.two_weights and piece.start >= piece.sequence.num_prompt
 
 
 def _scored(piece: Piece, requests: Mapping[Track, Request], programs: Programs) -> Call:

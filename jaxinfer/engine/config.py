@@ -39,10 +39,10 @@ class EngineConfig:
         prefill_lengths: Lengths to which pieces of prompts are padded, multiples of 64; longer prompts go in pieces of
             the longest.
         prefill_rows: Numbers of pieces of one length computed in one call.
-        prefill_tile: Lay prompts into calls in rows of so many tokens, as many rows as each needs: prompts of any lengths
-            then fill a call. `prefill_lengths` are what calls hold in all, multiples of the tile, and `prefill_rows`
-            does not count. It pays where a kernel reads the pages, 128 // (query heads of a KV head) tokens at once.
-            By default a row is a piece of its own, padded to its length.
+        prefill_tile: Lay prompts into calls in rows of so many tokens, as many rows as each needs, so that prompts of
+            any lengths fill a call. `prefill_lengths` are what calls hold in all, multiples of the tile, and
+            `prefill_rows` does not count. It pays where a kernel reads the pages, 128 // (query heads of a KV head)
+            tokens at once. By default a row is a piece of its own, padded to its length.
         decode_rows: Numbers of rows that decode programs exist for; the largest is `max_decode_batch`.
         decode_chunk: Decode steps in one program (16; 4): the host admits, stops and streams between chunks. Half as
             many with drafted tokens.
@@ -178,6 +178,12 @@ class Settings:
     piece, and `prefill_rows` and the rules have their sizes."""
 
     @property
+    def rereads(self) -> bool:
+        """Whether output may be computed again, after a preemption: the pages do not hold all that may run at once."""
+        most = self.rules.max_sequences * -(-(self.max_context + self.spare_tokens) // self.rules.page_size)
+        return self.num_pages - 1 < most
+
+    @property
     def spare_tokens(self) -> int:
         """Places that a sequence needs in its pages behind the last of its tokens."""
         return self.drafted[-1]
@@ -185,12 +191,7 @@ class Settings:
 
 def settle(config: EngineConfig, model: Model, speculation: Speculation | None = None) -> Settings:
     """Chooses what the configuration leaves open. Raises ValueError for a pool that is too small or does not fit, and
-    for a model that an engine does not run."""
-    if model.prefill_params is not None:
-        raise ValueError(
-            "this model has a copy of its weights for prompts, and an engine may read generated tokens again: load it "
-            "without prefill_dtype, or use jaxinfer.generate"
-        )
+    for a model with a tiered cache."""
     on_cpu = jax.default_backend() == "cpu"
     batch = config.max_decode_batch or (16 if on_cpu else 256)
     sequences = config.max_sequences or batch
@@ -259,6 +260,7 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         stall_tokens=config.decode_stall_tokens or (512 if on_cpu else 2048),
         decode_order=config.decode_order,
         policy=config.policy,
+        two_weights=model.prefill_params is not None,
     )
     layouts = tuple(dict.fromkeys(SamplerLayout.required(row, model.config) for row in config.sampling))
     whole = min(tokens, rules.stall_tokens) if config.policy == "separate" else tokens

@@ -60,6 +60,8 @@ class Size:
     width: int = 0
     """Pages of a row, of decode and scoring."""
     from_empty: bool = False
+    of_output: bool = False
+    """Prefill of generated tokens, where prompts have weights of their own."""
     layout: SamplerLayout | None = None
     num_logprobs: int = 0
     """Of scored prefill."""
@@ -76,13 +78,14 @@ class Programs:
     def __init__(self, model: Model, settings: Settings, cache: PagedKVCache) -> None:
         self.config: ModelConfig = model.config
         self.settings = settings
-        self._params, self._cache = shapes_of(model.params), shapes_of(cache)
+        self._params, self._prompt_params = shapes_of(model.params), shapes_of(model.prompt_params)
+        self._cache = shapes_of(cache)
         kernels = os.environ.get(KERNELS_VARIABLE)
         # Of the settings these three shape programs beside what a `Size` says.
         limits = (settings.rules.max_sequences, settings.rules.decode_chunk, settings.page_widths[-1])
         self._key: tuple[object, ...] = (
             model.config,
-            *shapes_key((self._params, self._cache)),
+            *shapes_key((self._params, self._prompt_params, self._cache)),
             kernels,
             limits,
         )
@@ -131,6 +134,8 @@ class Programs:
         for rows, length in self.prefill_sizes():
             for from_empty in (False,) if settings.packed else begun:
                 yield Size("prefill", rows=rows, length=length, from_empty=from_empty)
+            if settings.rules.two_weights and settings.rereads:
+                yield Size("prefill", rows=rows, length=length, of_output=True)
         scored = self.scored_sizes() if settings.scored else []
         for rows, length in scored:
             for count in settings.scored:
@@ -197,9 +202,10 @@ class Programs:
             batch = (ints(rows, size.length), ints(rows), ints(rows), ints(rows, width))
             options = {"config": config, "context_lengths": ints(rows), "from_empty": size.from_empty}
             if size.kind == "prefill":
-                return steps.prefill.lower(self._params, self._cache, *batch, **options)
+                params = self._params if size.of_output else self._prompt_params
+                return steps.prefill.lower(params, self._cache, *batch, **options)
             return steps.prefill_scored.lower(
-                self._params,
+                self._prompt_params,
                 self._cache,
                 *batch,
                 ints(rows, size.length),

@@ -24,7 +24,14 @@ class Rules:
     stall_tokens: int
     decode_order: DecodeOrder = "shortest"
     policy: Policy = "separate"
+    two_weights: bool = False
+    """Prompts are computed with other weights than what follows them: no piece has tokens of both, and only pages of
+    prompts are cached."""
 
     def padded(self, length: int) -> int:
         """What a piece of `length` tokens costs."""
         return self.prefill_lengths[bisect.bisect_left(self.prefill_lengths, length)]
+
+    def cacheable(self, num_prompt: int, num_tokens: int) -> int:
+        """How many of a sequence's first `num_tokens` tokens others may read."""
+        return min(num_tokens, num_prompt) if self.two_weights else num_tokens

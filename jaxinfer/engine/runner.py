@@ -125,7 +125,8 @@ class Runner:
             tokens, nothing = np.zeros((rows, size.length), np.int32), np.zeros(rows, np.int32)
             targets = (tokens,) if size.kind == "prefill_scored" else ()
             _, table = self.tables.chosen((), rows, self.settings.page_widths[-1])
-            arguments = (self.model.params, self.cache, tokens, nothing, nothing, table, *targets)
+            params = self.model.params if size.of_output else self.model.prompt_params
+            arguments = (params, self.cache, tokens, nothing, nothing, table, *targets)
             *_, self.cache = program(*arguments, context_lengths=nothing)
         elif size.kind == "copy":
             scratch = np.full(COPIES, SCRATCH_PAGE, np.int32)
@@ -173,7 +174,8 @@ class Runner:
                 targets[row, : len(following)] = following
         now = time.perf_counter()
         program = self.programs.get(call.size)
-        arguments = (self.model.params, self.cache, tokens, lengths, starts, table)
+        params = self.model.params if call.size.of_output else self.model.prompt_params
+        arguments = (params, self.cache, tokens, lengths, starts, table)
         tracks = [piece.sequence for piece in call.pieces]
         padded = [*tracks, *[None] * (rows - len(tracks))]
         num_tokens = int(lengths.sum())

@@ -128,6 +128,7 @@ class Scheduler(Seats):
         if self.prefixes is not None:
             # The last token is always computed: its logits are what is wanted.
             limit = len(sequence.tokens) - 1 if sequence.reuses else 0
+            limit = self.rules.cacheable(sequence.num_prompt, limit)
             reused, cursor = self.prefixes.match(sequence.tokens, limit, sequence.salt)
         if not self._take_pages(sequence, reused):
             return False
@@ -158,6 +159,8 @@ class Scheduler(Seats):
         """
         lengths = self.rules.prefill_lengths
         length = min(len(sequence.tokens) - sequence.num_prefilled, lengths[-1])
+        if self.rules.two_weights and sequence.num_prefilled < sequence.num_prompt:
+            length = min(length, sequence.num_prompt - sequence.num_prefilled)
         cost = self.rules.padded(length)
         if cost > left:
             if cost <= whole or left < lengths[0]:
@@ -174,9 +177,8 @@ class Scheduler(Seats):
         plan.pieces.append(Piece(sequence, start, length, last, after_pieces))
         if self.prefixes is not None and sequence.cursor is not None:
             before = sequence.cursor.num_pages
-            sequence.cursor = self.prefixes.extend(
-                sequence.cursor, sequence.tokens, sequence.pages, sequence.num_prefilled
-            )
+            num_shared = self.rules.cacheable(sequence.num_prompt, sequence.num_prefilled)
+            sequence.cursor = self.prefixes.extend(sequence.cursor, sequence.tokens, sequence.pages, num_shared)
             if start > 0:
                 written.update(sequence.pages[before : sequence.cursor.num_pages])
         if last:

@@ -272,4 +272,5 @@ def _pieces(run: Run, tokens: list[int], bounds: Sequence[int], pages: list[int]
 
 
 def _salt(run: Run, runner: Runner) -> Hashable:
-    return length_class(runner.model.config, run.context_length)
+    salt = length_class(runner.model.config, run.context_length)
+    return (salt, "scored") if runner.settings.rules.two_weights else salt  # scores are those of decoding's weights

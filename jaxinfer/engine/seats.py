@@ -118,7 +118,8 @@ class Seats:
         if self.prefixes is not None and not trusted:
             self.prefixes.forget(sequence.pages)
         elif self.prefixes is not None and sequence.cursor is not None:
-            self.prefixes.extend(sequence.cursor, sequence.tokens, sequence.pages, sequence.num_certain)
+            num_shared = self.rules.cacheable(sequence.num_prompt, sequence.num_certain)
+            self.prefixes.extend(sequence.cursor, sequence.tokens, sequence.pages, num_shared)
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
