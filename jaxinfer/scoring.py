@@ -133,7 +133,9 @@ def scored_pairs(
                 f"{longest} and one more; shorten the prompt"
             )
     not_finite = []
-    with progress_bar(total=len(pairs), unit="pair", desc="Scoring", shown=progress, leave=False) as bar:
+    # In tokens, which come call by call: a long text may be one pair, and has to show how much time is left all the same.
+    total = sum(len(pair.continuation) for pair in pairs)
+    with progress_bar(total=total, unit="token", desc="Scoring", shown=progress, leave=False) as bar:
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
             for index, result in _score_some(run, pairs[first : first + PAIRS_AT_ONCE], bar):
                 if math.isnan(result.logprob):
@@ -234,11 +236,11 @@ def _score_some(
     for scored in run(pairs):
         logprobs[scored.slots], best[scored.slots] = scored.logprobs, scored.best
         computed += scored.num_computed
-        bar.set_postfix_str(f"{computed} tokens", refresh=False)
+        bar.set_postfix_str(f"{computed} computed", refresh=False)
+        bar.update(len(scored.slots))
         touched, arrived = np.unique(owners[scored.slots], return_counts=True)
         missing[touched] -= arrived
         for index in touched[missing[touched] == 0].tolist():
             own = slice(ends[index] - counts[index], ends[index])
             tokens = tuple(logprobs[own].tolist())
-            bar.update()
             yield index, Score(math.fsum(tokens), len(tokens), bool(best[own].all()), tokens)

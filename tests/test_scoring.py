@@ -290,6 +290,16 @@ def test_progress_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str], mo
     assert "Scoring" in capsys.readouterr().err
 
 
+def test_progress_within_a_window(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of one window, 100 tokens in calls of 32, has four steps of progress with the time that is left."""
+    monkeypatch.setattr("checkpoints.progress.LOG_INTERVAL", 0.0)  # a line each time
+    monkeypatch.setattr(jaxinfer.scoring.Limits, "default", lambda: Limits(32, 32, 4))
+    perplexity(LLAMA, [token % 50 for token in range(100)], progress=True)
+    shown = re.findall(r"Scoring: \d+%, (\d+) of 99 after .* left, .*token", capsys.readouterr().err)
+    assert sorted(set(map(int, shown))) == [0, 32, 64, 96, 99]
+
+
+
 @pytest.mark.parametrize(
     ("prompts", "continuations", "message"),
     [
