@@ -8,8 +8,10 @@ import pathlib
 import re
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +88,27 @@ def seconds(function: Callable[[], object], repeats: int) -> list[float]:
         jax.block_until_ready(function())
         times.append(time.perf_counter() - start)
     return times
+
+
+def run_each(jobs: Iterable[tuple[str, Callable[[], None]]], started: float, limit: float) -> None:
+    """Runs jobs by name, starting none after `limit` seconds from `started` (of `time.perf_counter`) on.
+
+    One that fails does not cost the others, whatever it raised; the process ends with their names then.
+    """
+    failed: list[str] = []
+    for name, job in jobs:
+        if time.perf_counter() - started > limit:
+            print(f"{name}: left out, the time is up", flush=True)
+            continue
+        try:
+            job()
+        except Exception:
+            failed.append(name)
+            print(f"{name}: FAILED", flush=True)
+            traceback.print_exc()
+    print(f"total {time.perf_counter() - started:.0f} s", flush=True)
+    if failed:
+        sys.exit(f"{len(failed)} cases failed: " + "; ".join(failed))
 
 
 def read_rate() -> float:

@@ -12,9 +12,7 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks import kernels_triton
-from benchmarks.harness import RESULTS, Recorder, read_rate
+from benchmarks.harness import RESULTS, Recorder, read_rate, run_each
 from pallas_kernels.int4_matmul import PackedInt4, dequantize, mosaic, tuning
 from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.operands import Tokens
@@ -275,22 +273,9 @@ def main() -> None:
         (case.name, functools.partial(run, recorder, rate, case)) for case in CASES
     ]
     jobs.insert(CHAIN_AFTER, ("chain", functools.partial(chain, recorder, rate, 8, WIDE, TALL, 11.5)))
-    failed: list[str] = []
-    for name, job in jobs:
-        if arguments.words and not any(word in name for word in arguments.words):
-            continue
-        if time.perf_counter() - started > arguments.seconds:
-            print(f"{name}: left out, the time is up", flush=True)
-            continue
-        try:
-            job()
-        except Exception:  # one failing case must not cost the others
-            failed.append(name)
-            print(f"{name}: FAILED", flush=True)
-            traceback.print_exc()
-    print(f"total {time.perf_counter() - started:.0f} s", flush=True)
-    if failed:
-        sys.exit(f"{len(failed)} cases failed: " + "; ".join(failed))
+    if arguments.words:
+        jobs = [job for job in jobs if any(word in job[0] for word in arguments.words)]
+    run_each(jobs, started, arguments.seconds)
 
 
 if __name__ == "__main__":

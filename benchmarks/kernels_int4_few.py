@@ -13,7 +13,6 @@ import functools
 import pathlib
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from jax.experimental.mosaic.gpu import profiler
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from benchmarks.harness import RESULTS, Recorder
+from benchmarks.harness import RESULTS, Recorder, run_each
 from benchmarks.kernels_int4 import (
     BF16,
     DOWN,
@@ -264,17 +263,14 @@ def main() -> None:
         list(pool.map(operands, shapes.values()))
         list(pool.map(operands, {(case.m, case.k, case.n): case for case, *_ in jobs}.values()))
         pending = [(case, pool.submit(build(case).compile), measure) for case, build, measure in jobs]
-        for case, function, measure in pending:
-            if time.perf_counter() - started > arguments.seconds:
-                print(f"{case.name}: left out, the time is up", flush=True)
-                function.cancel()
-                continue
-            try:
-                measure(case, function.result())
-            except Exception:  # one failing case must not cost the others
-                print(f"{case.name}: FAILED", flush=True)
-                traceback.print_exc()
-    print(f"total {time.perf_counter() - started:.0f} s", flush=True)
+
+        def job(case: Case, function: concurrent.futures.Future, measure: Callable[..., None]) -> None:
+            measure(case, function.result())
+
+        try:
+            run_each([(one[0].name, functools.partial(job, *one)) for one in pending], started, arguments.seconds)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.harness import RESULTS, Recorder, read_rate
+from benchmarks.harness import RESULTS, Recorder, read_rate, run_each
 from benchmarks.kernels_int4 import BF16, DOWN, ROTATED_BYTES, UP, Case, random_weight
 from pallas_kernels.int4_matmul import PackedInt4, wide, wide_dequantize, wide_tuning
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
@@ -206,7 +204,6 @@ def main() -> None:
     arguments = parser.parse_args()
     started = time.perf_counter()
     recorder, rate = Recorder("kernels", arguments.results), read_rate()
-    failed: list[str] = []
     cases = [
         case
         for case in (tried() if arguments.tried else chosen(arguments.best))
@@ -218,19 +215,15 @@ def main() -> None:
         matrices = dict(zip(shapes, pool.map(Matrix, shapes), strict=True))
         tokens = {case[:2]: pool.submit(Rows, case[0], matrices[case[1]]) for case in cases}
     print(f"{len(kernels)} kernels compiled in {time.perf_counter() - started:.0f} s", flush=True)
-    for (rows, shape, schedule), kernel in zip(cases, kernels, strict=True):
-        if time.perf_counter() - started > arguments.seconds:
-            print(f"{rows} {shape}: left out, the time is up", flush=True)
-            continue
-        try:
-            kept = tokens[rows, shape].result(), matrices[shape]
-            run(recorder, rate, rows, shape, schedule, kernel.result(), *kept)
-        except Exception:  # one failing case must not cost the others
-            failed.append(f"{rows} {shape} {schedule}")
-            traceback.print_exc()
-    print(f"total {time.perf_counter() - started:.0f} s", flush=True)
-    if failed:
-        sys.exit(f"{len(failed)} cases failed: " + "; ".join(failed))
+
+    def job(rows: int, shape: str, schedule: WideSchedule, kernel: concurrent.futures.Future) -> None:
+        run(recorder, rate, rows, shape, schedule, kernel.result(), tokens[rows, shape].result(), matrices[shape])
+
+    jobs = [
+        (f"{case[0]} {case[1]}", functools.partial(job, *case, kernel))
+        for case, kernel in zip(cases, kernels, strict=True)
+    ]
+    run_each(jobs, started, arguments.seconds)
 
 
 if __name__ == "__main__":

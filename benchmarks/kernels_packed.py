@@ -9,9 +9,9 @@ a float32 product with the weight in bfloat16.
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import pathlib
 import statistics
-import sys
 import time
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.harness import RESULTS, Recorder
+from benchmarks.harness import RESULTS, Recorder, run_each
 from benchmarks.kernels_int4 import BF16, ROTATED_BYTES, UP
 from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, dequantize, int4_matmul, is_whole
 
@@ -129,23 +129,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=50.0, help="start no case after this time")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
     arguments = parser.parse_args()
-    started, recorder, failed = time.perf_counter(), Recorder("kernels", arguments.results), []
+    started, recorder = time.perf_counter(), Recorder("kernels", arguments.results)
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         programs = [pool.submit(Programs.of, name, rows) for name, rows in CASES]
         concurrent.futures.wait(programs)
     print(f"{len(programs)} cases compiled in {time.perf_counter() - started:.0f} s", flush=True)
-    for (name, rows), program in zip(CASES, programs, strict=True):
-        if time.perf_counter() - started > arguments.seconds:
-            print(f"{name} {rows} rows: left out, the time is up", flush=True)
-            continue
-        try:
-            run(recorder, name, rows, program.result())
-        except AssertionError as error:  # one wrong case must not cost the others
-            failed.append(str(error))
-            print(error, flush=True)
-    print(f"total {time.perf_counter() - started:.0f} s", flush=True)
-    if failed:
-        sys.exit("; ".join(failed))
+
+    def job(name: str, rows: int, program: concurrent.futures.Future[Programs]) -> None:
+        run(recorder, name, rows, program.result())
+
+    jobs = [
+        (f"{case[0]} {case[1]} rows", functools.partial(job, *case, program))
+        for case, program in zip(CASES, programs, strict=True)
+    ]
+    run_each(jobs, started, arguments.seconds)
 
 
 if __name__ == "__main__":

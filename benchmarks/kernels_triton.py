@@ -15,7 +15,6 @@ import pathlib
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.attention_workload import REPEATS, Shape, Workload, flushed_calls
-from benchmarks.harness import RESULTS, Recorder, read_rate
+from benchmarks.harness import RESULTS, Recorder, read_rate, run_each
 from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, dequantize, triton_matmul, triton_tuning
 from pallas_kernels.paged_attention import reference, triton_attention
 from pallas_kernels.paged_attention.triton_attention import Schedule as Tiling
@@ -221,26 +220,15 @@ def run(words: list[str], limit: float, results: pathlib.Path, op: str = "") -> 
         sys.exit(f"the Triton kernels cannot run: {reason}")
     started = time.perf_counter()
     recorder, rate = Recorder("kernels", results), read_rate()
-    failed: list[str] = []
+    jobs: list[tuple[str, Callable[[], None]]] = []
     for case in CASES:
         name = " ".join(f"{key}={value}" for key, value in case.record.items())
-        if op not in name or (words and not any(word in name for word in words)):
-            continue
-        if time.perf_counter() - started > limit:
-            print(f"{name}: left out, the time is up", flush=True)
-            continue
-        try:
+        if op in name and (not words or any(word in name for word in words)):
             if isinstance(case, Product):
-                time_product(recorder, rate, case)
+                jobs.append((name, functools.partial(time_product, recorder, rate, case)))
             else:
-                time_attention(recorder, rate, case)
-        except Exception:  # one failing case must not cost the others
-            failed.append(name)
-            print(f"{name}: FAILED", flush=True)
-            traceback.print_exc()
-    print(f"total {time.perf_counter() - started:.0f} s", flush=True)
-    if failed:
-        sys.exit(f"{len(failed)} cases failed: " + "; ".join(failed))
+                jobs.append((name, functools.partial(time_attention, recorder, rate, case)))
+    run_each(jobs, started, limit)
 
 
 def main() -> None:
