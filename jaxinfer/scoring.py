@@ -133,7 +133,7 @@ def scored_pairs(
                 f"{longest} and one more; shorten the prompt"
             )
     not_finite = []
-    # In tokens, which come call by call: a long text may be one pair, and has to show how much time is left all the same.
+    # In tokens, which come call by call: a long text may be one pair, and shows the time that is left all the same.
     total = sum(len(pair.continuation) for pair in pairs)
     with progress_bar(total=total, unit="token", desc="Scoring", shown=progress, leave=False) as bar:
         for first in range(0, len(pairs), PAIRS_AT_ONCE):

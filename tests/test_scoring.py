@@ -299,7 +299,6 @@ def test_progress_within_a_window(capsys: pytest.CaptureFixture[str], monkeypatc
     assert sorted(set(map(int, shown))) == [0, 32, 64, 96, 99]
 
 
-
 @pytest.mark.parametrize(
     ("prompts", "continuations", "message"),
     [
