@@ -29,6 +29,9 @@ CHECKS = [
     Check((-1, 0, 15, 16, 1000, 2047), Shape(6, 2048, kv="int8"), True, False, 128),
     Check((-1, 0, 15, 16, 1000, 2047), Shape(6, 2048, kv="float8_e4m3fn"), True, False, 128),
     Check((1500, 7, -1, 255), Shape(4, 2048, kv="int4"), True, False, 128, window=500),
+    Check((-1, 0, 13, 16, 1000, 2043), Shape(6, 2048, tokens=5), True, False, 128),
+    Check((1000,), Shape(1, 2048, tokens=5, kv="int8"), True, False, 128, window=500),
+    Check((-1, 2032, 15, 0), Shape(4, 2048, tokens=16, q_heads=16), False, False, 128),
 ]
 
 
@@ -51,11 +54,11 @@ def check(case: Check) -> None:
     table = rng.permutation(shape.num_pages - 1).astype(np.int32).reshape(shape.batch, -1) + 1
     positions = np.array(case.positions, np.int32)
     for row, position in enumerate(positions):
-        table[row, position // shape.page_size + 1 :] = 0
-    angles = rng.uniform(-3, 3, (shape.batch, case.rotary_dim // 2)).astype(np.float32)
+        table[row, (position + shape.tokens - 1) // shape.page_size + 1 :] = 0
+    angles = rng.uniform(-3, 3, (shape.batch, shape.tokens, case.rotary_dim // 2)).astype(np.float32)
     rope = (jnp.cos(angles), jnp.sin(angles))
     norms = (jnp.full(shape.head_dim, 0.9), jnp.full(shape.head_dim, 1.1)) if case.norm else None
-    qkv = normal(shape.batch, (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim)
+    qkv = normal(shape.batch, shape.tokens, (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim)
     rows = (jnp.asarray(table), jnp.asarray(positions), rope, norms, None)
     arrays = (qkv, pools[0], pools[1], *rows, tuple(pools[2:]) or None)
     plan = decode_mosaic.DecodePlan(
@@ -76,6 +79,7 @@ def check(case: Check) -> None:
         np.array_equal(bits(x), bits(first)) for again in runs[1:] for x, first in zip(again, runs[0], strict=True)
     )
     limits = [40, 0] if form is None else [80, 8, 40, 40]
+    limits = [limit * shape.tokens for limit in limits]
     ok = error < 6e-3 and same_bits and all(a <= b for a, b in zip(differing, limits, strict=True))
     print(
         f"check {case}: {'ok' if ok else 'WRONG'}: error {error:.2e}, same bits {same_bits}, elements of pools and "

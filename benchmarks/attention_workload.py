@@ -83,8 +83,9 @@ class Workload:
         self.lengths = jnp.asarray(shape.lengths)
         heads = (shape.batch, shape.tokens, shape.q_heads, shape.head_dim)
         self.q = jnp.ones(heads, jnp.bfloat16)
-        self.qkv = jnp.ones((shape.batch, (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim), jnp.bfloat16)
-        self.rope = (jnp.ones((shape.batch, shape.head_dim // 2)),) * 2
+        rows = (shape.batch, shape.tokens)
+        self.qkv = jnp.ones((*rows, (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim), jnp.bfloat16)
+        self.rope = (jnp.ones((*rows, shape.head_dim // 2)),) * 2
 
 
 # An op takes (x, pools, table, lengths, rope) and returns (output, pools).
@@ -97,7 +98,7 @@ def decode_op(plan: Plan) -> Op:
     @jax.jit
     def op(qkv, pools, table, lengths, rope):
         k_pages, v_pages, *scales = pools
-        step = (qkv, k_pages, v_pages, table, lengths - 1, rope, None, None, tuple(scales) or None)
+        step = (qkv, k_pages, v_pages, table, lengths - plan.tokens, rope, None, None, tuple(scales) or None)
         out, *pools = decode_mosaic.decode_attention(*step, plan=whole)
         return out, pools
 
@@ -117,20 +118,22 @@ def attention_op(plan: Plan) -> Op:
 
 
 def separate_ops(plan: Plan) -> Op:
-    """RoPE and append through XLA, attention through its own kernel; bfloat16 pages."""
+    """RoPE and append of one token through XLA, attention through its own kernel; bfloat16 pages."""
 
     @jax.jit
     def op(qkv, pools, table, lengths, rope):
         # Not the same in every round, or XLA would take the rotation out of the loop.
-        qkv = qkv + pools[0][0, 0, 0, :1][None, :] * jnp.bfloat16(1e-30)
-        heads = qkv.reshape(plan.batch, -1, plan.head_dim)
-        q, k, v = jnp.split(heads, [plan.q_heads, plan.q_heads + plan.kv_heads], axis=1)
+        qkv = qkv + pools[0][0, 0, 0, :1][None, None, :] * jnp.bfloat16(1e-30)
+        heads = qkv.reshape(plan.batch, 1, -1, plan.head_dim)
+        q, k, v = jnp.split(heads, [plan.q_heads, plan.q_heads + plan.kv_heads], axis=2)
         q, k = (decode_reference.rotate(x, *rope, interleaved=False) for x in (q, k))
         slots = lengths - 1
         pages = jnp.take_along_axis(table, slots[:, None] // plan.page_size, axis=1)[:, 0]
-        pools = [pool.at[pages, :, slots % plan.page_size].set(new) for pool, new in zip(pools, (k, v), strict=True)]
-        out, _ = mosaic.paged_attention(q[:, None], *pools, table, lengths, None, plan=plan, return_lse=False)
-        return out.reshape(plan.batch, -1), pools
+        pools = [
+            pool.at[pages, :, slots % plan.page_size].set(new[:, 0]) for pool, new in zip(pools, (k, v), strict=True)
+        ]
+        out, _ = mosaic.paged_attention(q, *pools, table, lengths, None, plan=plan, return_lse=False)
+        return out.reshape(plan.batch, 1, -1), pools
 
     return op
 

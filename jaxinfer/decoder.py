@@ -22,7 +22,7 @@ from jaxinfer.layers.paged_chunk import kernel_refusal, paged_chunk_attention
 from jaxinfer.layers.rope import apply_rope, rope_tables
 from jaxinfer.layers.tiered_attention import decode_older, merged, prefill_older
 from jaxinfer.tiers import KVCache, LayerPages, PageTable, layer_pages, with_store
-from pallas_kernels.paged_attention import decode_attention, paged_attention
+from pallas_kernels.paged_attention import MAX_TOKENS, decode_attention, paged_attention
 
 # The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
 
@@ -101,10 +101,10 @@ def attention_block[Cache: KVCache](
     if cache is not None:
         assert tokens.page_table is not None
         pages = layer_pages(cache, layer, tokens.positions, tokens.page_table)
-    if pages is not None and tokens.stage == "decode" and length == 1 and config.qk_norm != "full":
-        out, store = decode_one(params, qkv[:, 0], pages, layer_config, tokens, config)
+    if pages is not None and tokens.stage == "decode" and length <= MAX_TOKENS and config.qk_norm != "full":
+        out, store = decode_few(params, qkv, pages, layer_config, tokens, config)
         assert cache is not None
-        return out[:, None], with_store(cache, layer, store)
+        return out, with_store(cache, layer, store)
     q, k, v = jnp.split(qkv, [q_size, q_size + kv_size], axis=-1)
     if config.qk_norm == "full":
         assert params.q_norm is not None and params.k_norm is not None
@@ -140,22 +140,22 @@ def rotated_heads(
     return x
 
 
-def decode_one(
+def decode_few(
     params: LayerParams,
-    qkv: Float[Array, "batch qkv"],
+    qkv: Float[Array, "batch tokens qkv"],
     pages: LayerPages,
     layer_config: LayerConfig,
     tokens: Tokens,
     config: ModelConfig,
-) -> tuple[Float[Array, "batch q_size"], PagedKVCache]:
-    """One new token a row: everything between the projections is one kernel where there is one.
+) -> tuple[Float[Array, "batch tokens q_size"], PagedKVCache]:
+    """One new token a row, or as many as are verified: everything between the projections is one kernel where there is.
 
     Older tiers are read by themselves.
     """
     store, place = pages.store, pages.place
     cos, sin, interleaved = None, None, False
     if layer_config.rope is not None:
-        cos, sin = (table[:, 0] for table in tokens.rope_tables[layer_config.rope])
+        cos, sin = tokens.rope_tables[layer_config.rope]
         interleaved = layer_config.rope.interleaved
     key_scales, value_scales = store.scales(place)
     out, *pools = decode_attention(
@@ -180,11 +180,11 @@ def decode_one(
     )
     if pages.older:
         lse, *pools = pools
-        queries = qkv[:, None, : config.num_heads * config.head_dim]
+        queries = qkv[:, :, : config.num_heads * config.head_dim]
         queries = rotated_heads(queries, params.q_norm, layer_config, tokens, config)
         options = {"scale": config.attention_scale, "softcap": config.attention_softcap}
         older = [decode_older(queries, tier, **options) for tier in pages.older]
-        out = merged([(out.reshape(queries.shape), lse[:, None]), *older]).reshape(out.shape)
+        out = merged([(out.reshape(queries.shape), lse), *older]).reshape(out.shape)
     return out.astype(qkv.dtype), store.with_layer(place, *pools)
 
 

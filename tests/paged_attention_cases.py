@@ -20,7 +20,7 @@ BF16 = ml_dtypes.bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`lengths` counts stored tokens, the new ones included; for decode the last one is the new token."""
+    """`lengths` counts stored tokens, the new ones included; for decode the last `tokens` are the new ones."""
 
     lengths: tuple[int, ...]
     tokens: int = 1
@@ -127,7 +127,7 @@ def make(case: Case, dtype: Any = BF16, seed: int = 0, stored: tuple[int, ...] |
         table[row, -(-length // case.page_size) :] = rng.integers(0, num_pages)
     heads = case.q_heads + 2 * case.kv_heads
     half = case.rotary_dim // 2
-    angles = rng.uniform(-np.pi, np.pi, (case.batch, half))
+    angles = rng.uniform(-np.pi, np.pi, (case.batch, case.tokens, half))
     norms = tuple((1 + 0.3 * rng.standard_normal(case.head_dim)).astype(np.float32) for _ in range(2))
     return Arrays(
         k_pages=k_pages,
@@ -137,7 +137,7 @@ def make(case: Case, dtype: Any = BF16, seed: int = 0, stored: tuple[int, ...] |
         scales=scales,
         sinks=rng.standard_normal(case.q_heads).astype(np.float32) if case.sinks else None,
         q=(2 * rng.standard_normal((case.batch, case.tokens, case.q_heads, case.head_dim))).astype(dtype),
-        qkv=rng.standard_normal((case.batch, heads * case.head_dim)).astype(dtype),
+        qkv=rng.standard_normal((case.batch, case.tokens, heads * case.head_dim)).astype(dtype),
         rope=(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)) if half else None,
         norms=(norms[0], norms[1]) if case.norm else None,
     )
@@ -197,15 +197,15 @@ def attention(case: Case, q: np.ndarray, arrays: Arrays) -> tuple[np.ndarray, np
 def decode(case: Case, arrays: Arrays) -> tuple[np.ndarray, ...]:
     """float64 output of the decode op, and the pools (and scales) after it."""
     q, after = appended(case, arrays)
-    out, _ = attention(case, q[:, None], after)
-    return out.reshape(case.batch, -1), *after.pools
+    out, _ = attention(case, q, after)
+    return out.reshape(case.batch, case.tokens, -1), *after.pools
 
 
 def appended(case: Case, arrays: Arrays) -> tuple[np.ndarray, Arrays]:
     """The new tokens' queries as they attend, and the arrays with their keys and values in the pools."""
     dtype = arrays.qkv.dtype
-    heads = arrays.qkv.reshape(case.batch, -1, case.head_dim)
-    q, k, v = np.split(heads, [case.q_heads, case.q_heads + case.kv_heads], axis=1)
+    heads = arrays.qkv.reshape(case.batch, case.tokens, -1, case.head_dim)
+    q, k, v = np.split(heads, [case.q_heads, case.q_heads + case.kv_heads], axis=2)
     if arrays.norms is not None:
         q, k = (
             (x / np.sqrt((x**2).mean(-1, keepdims=True) + NORM_EPS) * weight).astype(dtype)
@@ -215,16 +215,24 @@ def appended(case: Case, arrays: Arrays) -> tuple[np.ndarray, Arrays]:
         q, k = _rotate(q, case, *arrays.rope), _rotate(k, case, *arrays.rope)
     new = [k, v]
     if arrays.scales is not None:
-        (k, k_scales), (v, v_scales) = (quantise(x.astype(np.float32), case.kv) for x in new)
-        new = [k, v, k_scales, v_scales]
+        (k, k_scale), (v, v_scale) = (quantise(x.astype(np.float32), case.kv) for x in new)
+        new = [k, v, k_scale, v_scale]
     pools = [pool.copy() for pool in arrays.pools]
-    for row, length in enumerate(case.lengths):
-        if length:
-            page, offset = arrays.page_table[row, (length - 1) // case.page_size], (length - 1) % case.page_size
-            for pool, x in zip(pools, new, strict=True):
-                pool[page, :, offset] = x[row]
+    for row, token, page, offset in new_places(case, arrays):
+        for pool, x in zip(pools, new, strict=True):
+            pool[page, :, offset] = x[row, token]
     k_pages, v_pages, *scales = pools
     return q, dataclasses.replace(arrays, k_pages=k_pages, v_pages=v_pages, scales=tuple(scales) or None)
+
+
+def new_places(case: Case, arrays: Arrays) -> list[tuple[int, int, int, int]]:
+    """(row, token, page, offset in the page) of the new tokens of rows that are not idle."""
+    places = []
+    for row, length in enumerate(case.lengths):
+        for token in range(case.tokens if length else 0):
+            slot, offset = divmod(length - case.tokens + token, case.page_size)
+            places.append((row, token, int(arrays.page_table[row, slot]), offset))
+    return places
 
 
 def _rotate(x: np.ndarray, case: Case, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -232,7 +240,8 @@ def _rotate(x: np.ndarray, case: Case, cos: np.ndarray, sin: np.ndarray) -> np.n
     half = case.rotary_dim // 2
     pairs = np.arange(2 * half).reshape((half, 2) if case.interleaved else (2, half))
     first, second = (pairs[:, 0], pairs[:, 1]) if case.interleaved else pairs
-    turned = (x[..., first].astype(np.float64) + 1j * x[..., second].astype(np.float64)) * (cos + 1j * sin)[:, None]
+    turns = (cos + 1j * sin)[:, :, None]
+    turned = (x[..., first].astype(np.float64) + 1j * x[..., second].astype(np.float64)) * turns
     out = x.copy()
     out[..., first], out[..., second] = turned.real.astype(x.dtype), turned.imag.astype(x.dtype)
     return out
@@ -257,13 +266,18 @@ def simulate(case: Case, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
+def first_places(case: Case) -> np.ndarray:
+    """Of the new tokens, -1 in idle rows."""
+    return np.array([length - case.tokens if length else -1 for length in case.lengths], np.int32)
+
+
 def simulate_decode(case: Case, arrays: Arrays, lse: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
     """Runs `decode_mosaic.decode` in NumPy; returns output and the pools (and scales), which it wrote in copies.
 
-    Fills `lse`, float32 [batch * q_heads], if it is given.
+    Fills `lse`, float32 [batch * tokens * q_heads], if it is given.
     """
     plan = case.decode_plan()
-    out = np.full((case.batch, case.q_heads * case.head_dim), np.nan, BF16)
+    out = np.full((case.batch, case.tokens, case.q_heads * case.head_dim), np.nan, BF16)
     pools = [pool.copy() for pool in arrays.pools]
     cos, sin = (None, None) if arrays.rope is None else [x.reshape(-1) for x in arrays.rope]
     q_norm, k_norm = arrays.norms or (None, None)
@@ -271,7 +285,7 @@ def simulate_decode(case: Case, arrays: Arrays, lse: np.ndarray | None = None) -
         _bytes(arrays.qkv),
         _pools(pools),
         arrays.page_table.reshape(-1),
-        arrays.lengths - 1,
+        first_places(case),
         cos=cos,
         sin=sin,
         q_norm=q_norm,

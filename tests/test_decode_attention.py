@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention import decode_attention, decode_mosaic, page
 from tests import paged_attention_cases as cases
 from tests.paged_attention_cases import Case
 
-# Lengths count the new token; 0 is an idle row. 17 writes the first token of a page, 16 the last.
+# Lengths count the new tokens; 0 is an idle row. 17 writes the first token of a page, 16 the last.
 CASES = [
     Case((0, 1, 16, 17, 100), rotary_dim=64),
     Case((1, 0, 127), head_dim=128, kv_heads=1, rotary_dim=128, norm=True, splits=2, warps=4),
@@ -32,11 +32,26 @@ CASES = [
     Case((77,), head_dim=256, q_heads=2, kv_heads=1, rotary_dim=256, norm=True, splits=2, warps=4, kv="int4"),
     Case((40,), head_dim=32, q_heads=20, kv_heads=1, rotary_dim=16, norm=True, interleaved=True, warps=4, kv="int4"),
     Case((100, 20), window=20, q_heads=2, kv_heads=1, rotary_dim=64, splits=2, warps=4, kv="float8_e4m3fn"),
+    # Several new tokens: over a page's end, nothing stored before them, two blocks of rows, twice as many heads as are
+    # read at the same time.
+    Case((0, 5, 18, 100), tokens=5, rotary_dim=64, norm=True, warps=4),
+    Case((0, 2, 33), tokens=2, q_heads=2, kv_heads=1, head_dim=128, rotary_dim=128, norm=True, splits=2, warps=4),
+    Case((70,), tokens=16, q_heads=4, kv_heads=1, head_dim=128, rotary_dim=128, splits=2, warps=4),
+    Case(
+        (19, 16), tokens=16, q_heads=2, kv_heads=1, head_dim=16, page_size=32, rotary_dim=16, interleaved=True, warps=4
+    ),
+    Case((100, 20, 3), tokens=3, window=2, softcap=20.0, sinks=True, q_heads=6, kv_heads=2, rotary_dim=64, warps=4),
+    Case((60,), tokens=4, q_heads=2, kv_heads=1, head_dim=256, rotary_dim=256, norm=True, splits=2, warps=4),
+    Case((0, 5, 18), tokens=5, rotary_dim=64, norm=True, warps=4, kv="int8"),
+    Case((37, 8), tokens=8, q_heads=2, kv_heads=1, head_dim=96, rotary_dim=72, warps=4, kv="float8_e4m3fn"),
+    Case((70, 5), tokens=5, q_heads=4, kv_heads=1, head_dim=96, rotary_dim=96, splits=2, warps=4, kv="int4"),
+    Case((20,), tokens=3, q_heads=4, kv_heads=1, head_dim=16, window=8, warps=4, kv="int8"),
 ]
+SEVERAL = [case for case in CASES if case.tokens > 1]
 
 
 def make(case: Case, dtype=cases.BF16) -> cases.Arrays:
-    return cases.make(case, dtype, stored=tuple(max(0, length - 1) for length in case.lengths))
+    return cases.make(case, dtype, stored=tuple(max(0, length - case.tokens) for length in case.lengths))
 
 
 def call(case: Case, arrays: cases.Arrays, backend=None, return_lse=False) -> list[np.ndarray]:
@@ -60,7 +75,7 @@ def call(case: Case, arrays: cases.Arrays, backend=None, return_lse=False) -> li
             backend=backend,
         )
 
-    inputs = (arrays.qkv, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths - 1)
+    inputs = (arrays.qkv, arrays.k_pages, arrays.v_pages, arrays.page_table, cases.first_places(case))
     return [np.asarray(x) for x in jax.jit(run)(inputs, arrays.rope, arrays.norms, arrays.sinks, arrays.scales)]
 
 
@@ -74,10 +89,8 @@ def check_pools(case: Case, arrays: cases.Arrays, pools: list[np.ndarray]) -> No
     """New rows hold what they should, every other bit of the pools is as it was."""
     _, *want = cases.decode(case, arrays)
     written = np.zeros(arrays.k_pages.shape[:3], bool)
-    for row, length in enumerate(case.lengths):
-        if length:
-            page = arrays.page_table[row, (length - 1) // case.page_size]
-            written[page, :, (length - 1) % case.page_size] = True
+    for _, _, page, offset in cases.new_places(case, arrays):
+        written[page, :, offset] = True
     for got, before in zip(pools, arrays.pools, strict=True):
         np.testing.assert_array_equal(bits(got)[~written], bits(before)[~written])
     for got, wanted in zip(pools[1::2], want[1::2], strict=True):  # the value and its scale
@@ -112,7 +125,7 @@ def test_reference_in_float32_equals_float64(case):
     assert (out[arrays.lengths == 0] == 0).all()
 
 
-@pytest.mark.parametrize("case", [*CASES[:3], *CASES[-7:]])
+@pytest.mark.parametrize("case", [*CASES[:3], *CASES[10:17], SEVERAL[0], SEVERAL[6]])
 def test_reference_writes_the_new_rows_only(case):
     arrays = make(case)
     out, *pools = reference(case)
@@ -139,7 +152,7 @@ def test_equals_the_ops_one_after_the_other():
     pages = np.take_along_axis(arrays.page_table, slots[:, None] // case.page_size, 1)[:, 0]
 
     def turned(x, weight):
-        cos, sin = [jnp.asarray(x)[:, None, :] for x in rope]
+        cos, sin = [jnp.asarray(x)[:, 0, None, :] for x in rope]
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + jnp.float32(cases.NORM_EPS)) * weight[None, None, :]
         a, b = jnp.split(x.astype(jnp.bfloat16).astype(jnp.float32), 2, axis=-1)
@@ -154,15 +167,15 @@ def test_equals_the_ops_one_after_the_other():
         v_pages = v_pages.at[pages, :, slots % case.page_size].set(v)
         table, lengths = jnp.asarray(arrays.page_table), jnp.asarray(arrays.lengths)
         out = paged_attention(q[:, None], k_pages, v_pages, table, lengths, scale=case.scale, backend="reference")
-        return out.reshape(case.batch, -1), k_pages, v_pages
+        return out.reshape(case.batch, 1, -1), k_pages, v_pages
 
     want = ops(arrays.qkv, arrays.k_pages, arrays.v_pages)
     for got, expected in zip(call(case, arrays, "reference"), want, strict=True):
         np.testing.assert_array_equal(bits(got), bits(np.asarray(expected)))
 
 
-LSE_CASES = [CASES[0], CASES[1], CASES[9], CASES[10], CASES[14]]
-"""An idle row; a norm and a cluster; soft-cap and sinks; codes of 8 and of 4 bits."""
+LSE_CASES = [CASES[0], CASES[1], CASES[9], CASES[10], CASES[14], SEVERAL[4]]
+"""An idle row; a norm and a cluster; soft-cap and sinks; codes of 8 and of 4 bits; several tokens."""
 
 
 @pytest.mark.parametrize("case", LSE_CASES)
@@ -170,13 +183,13 @@ def test_log_sum_exp_equals_float64(case):
     """With `return_lse` the rest of the results is the same; an idle row has -inf, so that it weighs nothing."""
     arrays = make(case)
     queries, after = cases.appended(case, arrays)
-    want = cases.attention(case, queries[:, None], after)[1][:, 0]
+    want = cases.attention(case, queries, after)[1]
     out, lse, *pools = call(case, arrays, "reference", return_lse=True)
     for got, expected in zip((out, *pools), reference(case), strict=True):
         np.testing.assert_array_equal(bits(got), bits(expected))
-    simulated = np.full(case.batch * case.q_heads, np.nan, np.float32)
+    simulated = np.full(want.size, np.nan, np.float32)
     cases.simulate_decode(case, arrays, simulated)
-    for got in (lse, simulated.reshape(case.batch, case.q_heads)):
+    for got in (lse, simulated.reshape(want.shape)):
         np.testing.assert_allclose(got, want, rtol=0, atol=0.02)
 
 
@@ -216,14 +229,17 @@ def test_equal_layers_share_one_kernel():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"qkv": jnp.zeros((2, 700), jnp.bfloat16)}, r"qkv has shape \(2, 700\).*need \[batch, 12 \* head_dim\]"),
-        ({"qkv": jnp.zeros((2, 768), jnp.float32)}, "cast the tokens to the pages' dtype"),
+        (
+            {"qkv": jnp.zeros((2, 1, 700), jnp.bfloat16)},
+            r"qkv has shape \(2, 1, 700\).*need \[batch, tokens, 12 \* head_dim\]",
+        ),
+        ({"qkv": jnp.zeros((2, 1, 768), jnp.float32)}, "cast the tokens to the pages' dtype"),
         ({"num_q_heads": 7}, "7 query heads are not a multiple of the pages' 2 KV heads"),
         ({"v_pages": jnp.zeros((4, 2, 16, 32), jnp.bfloat16)}, "k_pages and v_pages of one dtype and one shape"),
         ({"page_table": jnp.zeros((3, 2), jnp.int32)}, r"page_table is int32\(3, 2\); it needs int32\[2, pages\]"),
         ({"positions": jnp.zeros((2, 1), jnp.int32)}, r"positions is int32\(2, 1\); it needs int32\[2\]"),
         ({"sin": None}, "cos and sin go together"),
-        ({"cos": jnp.zeros((2, 33)), "sin": jnp.zeros((2, 33))}, "half up to 32"),
+        ({"cos": jnp.zeros((2, 1, 33)), "sin": jnp.zeros((2, 1, 33))}, "half up to 32"),
         ({"q_norm": jnp.ones(64)}, "q_norm and k_norm go together"),
         ({"q_norm": jnp.ones(32), "k_norm": jnp.ones(64)}, r"q_norm is float32\(32,\); it needs float32\[64\]"),
         ({"sinks": jnp.zeros(2)}, "one logit for each of 8 query heads"),
@@ -235,13 +251,13 @@ def test_equal_layers_share_one_kernel():
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")
 def test_errors_say_what_is_wrong(change, message):
     arguments = {
-        "qkv": jnp.zeros((2, 768), jnp.bfloat16),
+        "qkv": jnp.zeros((2, 1, 768), jnp.bfloat16),
         "k_pages": jnp.zeros((4, 2, 16, 64), jnp.bfloat16),
         "v_pages": jnp.zeros((4, 2, 16, 64), jnp.bfloat16),
         "page_table": jnp.zeros((2, 2), jnp.int32),
         "positions": jnp.zeros(2, jnp.int32),
-        "cos": jnp.zeros((2, 32)),
-        "sin": jnp.zeros((2, 32)),
+        "cos": jnp.zeros((2, 1, 32)),
+        "sin": jnp.zeros((2, 1, 32)),
     }
     with pytest.raises(ValueError, match=message):
         # Unwrapped: the shape checks of the test settings would speak first.
@@ -253,7 +269,7 @@ def test_errors_say_what_is_wrong(change, message):
 def test_gpu(case):
     """Against float64; what is not to be written keeps its bits; the same bits on every run; as the API answers."""
     arrays = make(case)
-    inputs = (arrays.qkv, arrays.k_pages, arrays.v_pages, arrays.page_table, arrays.lengths - 1)
+    inputs = (arrays.qkv, arrays.k_pages, arrays.v_pages, arrays.page_table, cases.first_places(case))
     run = jax.jit(functools.partial(decode_mosaic.decode_attention, plan=case.decode_plan()))
     options = (arrays.rope, arrays.norms, arrays.sinks, arrays.scales)
     runs = [[np.asarray(x) for x in run(*inputs, *options)] for _ in range(3)]

@@ -14,13 +14,13 @@ from pallas_kernels.paged_attention.plan import plan_for
 
 
 def decode_attention(
-    qkv: Float[Array, "batch qkv"],
+    qkv: Float[Array, "batch tokens qkv"],
     k_pages: Shaped[Array, "num_pages kv_heads page_size width"],
     v_pages: Shaped[Array, "num_pages kv_heads page_size width"],
     page_table: Int32[Array, "batch pages"],
     positions: Int32[Array, " batch"],
-    cos: Float32[Array, "batch half"] | None,
-    sin: Float32[Array, "batch half"] | None,
+    cos: Float32[Array, "batch tokens half"] | None,
+    sin: Float32[Array, "batch tokens half"] | None,
     *,
     num_q_heads: int,
     scale: float,
@@ -37,19 +37,20 @@ def decode_attention(
     backend: Literal["mosaic", "triton", "reference"] | None = None,
     explain: bool = False,
 ) -> Any:
-    """Norms and rotates the new token of each row, appends it to its page and attends over the row.
+    """Norms and rotates the new tokens of each row, appends them to its pages and attends over the row.
 
     Same result as RMSNorm, RoPE, append and `paged_attention` one after the other, each rounded to qkv's dtype. Pools
-    of codes get the new key and value quantised (`formats.quantise`), and the token attends itself as it was stored.
+    of codes get the new keys and values quantised (`formats.quantise`), and tokens attend them as they were stored.
 
     Args:
-      qkv: the projections of one token a row: `num_q_heads` query heads, then the key heads, then the value heads.
+      qkv: the projections of the new tokens of each row (1 for decode, up to 16 for verification; the reference takes
+        any number): of each `num_q_heads` query heads, then the key heads, then the value heads.
       k_pages, v_pages: the pools, as in `paged_attention`. Donate them (or the cache they are in), with their scales:
         they are then updated in place.
-      page_table: page ids of each row in order. Entries past a row's new token may be anything in range. No other row
-        may have the page that a row writes to.
-      positions: place of the new token in its row, below pages * page_size. -1 is an idle row: its output is zero, and
-        nothing is written.
+      page_table: page ids of each row in order. Entries past a row's new tokens may be anything in range. No other row
+        may have a page that a row writes to.
+      positions: place of the first new token in its row; the last lies below pages * page_size. -1 is an idle row: its
+        output is zero, and nothing is written.
       cos, sin: of the new tokens' angles, for the first 2 * half dimensions of queries and keys; None for no rotation.
       num_q_heads: query heads in `qkv`.
       scale: multiplies q k.
@@ -57,11 +58,11 @@ def decode_attention(
       q_norm, k_norm: RMSNorm weights of the query and key heads (before the rotation), both or neither.
       norm_eps: added to the mean square.
       window, softcap, sinks, k_scales, v_scales, backend, explain: as in `paged_attention`.
-      return_lse: also return the float32 log-sum-exp [batch, num_q_heads], as `paged_attention` does.
+      return_lse: also return the float32 log-sum-exp [batch, tokens, num_q_heads], as `paged_attention` does.
 
     Returns:
-      (output [batch, num_q_heads * head_dim] in qkv's dtype, k_pages, v_pages), with scales (..., k_scales, v_scales);
-      the log-sum-exp, if asked for, comes second.
+      (output [batch, tokens, num_q_heads * head_dim] in qkv's dtype, k_pages, v_pages), with scales (..., k_scales,
+      v_scales); the log-sum-exp, if asked for, comes second.
 
     Raises:
       ValueError: shapes or dtypes that no backend takes, or that the forced one does not.
@@ -72,8 +73,8 @@ def decode_attention(
     _validate_options(q_norm, k_norm, sinks, num_q_heads, head_dim, window, softcap)
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     _, kv_heads, page_size, _ = k_pages.shape
-    rotary_dim = 0 if cos is None else 2 * cos.shape[1]
-    reasons = refusals(qkv.dtype, kv, head_dim, page_size, tokens=1)
+    rotary_dim = 0 if cos is None else 2 * cos.shape[2]
+    reasons = refusals(qkv.dtype, kv, head_dim, page_size, tokens=qkv.shape[1])
     if rotary_dim % 8:
         reasons["mosaic"] = f"it rotates a multiple of 8 dimensions, not {rotary_dim}"
     choices = dispatch.choose("decode_attention", reasons, backend)
@@ -101,7 +102,7 @@ def decode_attention(
         )
     attention = plan_for(
         batch=qkv.shape[0],
-        tokens=1,
+        tokens=qkv.shape[1],
         q_heads=num_q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -129,12 +130,12 @@ def _head_dim(qkv: jax.Array, k_pages: jax.Array, num_q_heads: int) -> int:
     if num_q_heads % kv_heads:
         raise ValueError(f"{num_q_heads} query heads are not a multiple of the pages' {kv_heads} KV heads")
     heads = num_q_heads + 2 * kv_heads
-    if qkv.ndim != 2 or qkv.shape[1] % heads:
+    if qkv.ndim != 3 or qkv.shape[2] % heads:
         raise ValueError(
             f"qkv has shape {qkv.shape}; {num_q_heads} query heads and 2 x {kv_heads} KV heads need "
-            f"[batch, {heads} * head_dim]"
+            f"[batch, tokens, {heads} * head_dim]"
         )
-    return qkv.shape[1] // heads
+    return qkv.shape[2] // heads
 
 
 def _validate_rows(
@@ -145,7 +146,7 @@ def _validate_rows(
     sin: jax.Array | None,
     head_dim: int,
 ) -> None:
-    batch = qkv.shape[0]
+    batch, tokens, _ = qkv.shape
     if page_table.ndim != 2 or page_table.shape[0] != batch or page_table.dtype != jnp.int32:
         raise ValueError(f"page_table is {page_table.dtype}{page_table.shape}; it needs int32[{batch}, pages]")
     if positions.shape != (batch,) or positions.dtype != jnp.int32:
@@ -154,8 +155,10 @@ def _validate_rows(
         return
     if cos is None or sin is None or cos.shape != sin.shape:
         raise ValueError("cos and sin go together and have one shape; give both or neither")
-    if cos.ndim != 2 or cos.shape[0] != batch or 2 * cos.shape[1] > head_dim:
-        raise ValueError(f"cos and sin have shape {cos.shape}; they need [{batch}, half], half up to {head_dim // 2}")
+    if cos.ndim != 3 or cos.shape[:2] != (batch, tokens) or 2 * cos.shape[2] > head_dim:
+        raise ValueError(
+            f"cos and sin have shape {cos.shape}; they need [{batch}, {tokens}, half], half up to {head_dim // 2}"
+        )
     if not (cos.dtype == sin.dtype == jnp.float32):
         raise ValueError(f"cos and sin are {cos.dtype} and {sin.dtype}; they need float32")
 

@@ -1,10 +1,10 @@
 """One decode step's attention on Hopper in one kernel: norm, RoPE, append, attend (see `decode.py` for the op).
 
-The warp program is that of `mosaic.py`; only the start differs. Every block of a cluster rotates the query heads into
-its shared memory; the first block also the new key, whose row it writes to its page together with the value's. The
-new token itself is attended from shared memory, as the first entry of one warp's softmax, so no block waits for
-another's write. Where pages hold codes, the new key and value are quantised first: the token attends itself as later
-ones will see it.
+The warp program is that of `mosaic.py`; only start and end differ. Every block of a cluster normalises and rotates the
+query heads and the new keys into its shared memory; the first block writes the new keys and values to their pages. The
+new tokens are attended from shared memory, so no block waits for another's write: a single one as the first entry of
+one warp's softmax, several as that warp's last tile. Where pages hold codes, the new keys and values are quantised
+first: tokens attend themselves as later ones will see them.
 """
 
 import functools
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.merge import Outputs, Place, merge
 from pallas_kernels.paged_attention.mosaic import launch
-from pallas_kernels.paged_attention.new_token import Arguments, DecodePlan, NewToken
+from pallas_kernels.paged_attention.new_rows import NewRows
+from pallas_kernels.paged_attention.new_token import Arguments, DecodePlan, NewTokens
 from pallas_kernels.paged_attention.softmax import Softmax
 from pallas_kernels.paged_attention.tiles import Pools, Tiles
 from pallas_kernels.paged_attention.warp import Warp
@@ -23,34 +24,37 @@ from pallas_kernels.paged_attention.warp import Warp
 
 def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, row_block: Any, split: Any) -> None:
     """What one warp does, with `w` a `Warp` or its NumPy twin; the indices are those of `mosaic.attend`."""
-    stored = plan.stored
-    if stored.splits > 1:
+    attention = plan.attention
+    if attention.splits > 1:
         w.cluster_arrive(release=False)
     true = w.const(1, "i32") > 0
     position = w.load_i32(args.positions, row, true)
-    place = Place(row, kv_head, row_block * stored.block_rows)
+    place = Place(row, kv_head, row_block * attention.block_rows)
     length = w.maximum(position, w.const(0, "i32"))
-    tiles = Tiles(w, stored, args.pools, args.page_table, row, kv_head, length, split)
+    tiles = Tiles(w, attention, args.pools, args.page_table, row, kv_head, length, length, split)
     # In the order in which they are needed: page ids, the projections, then what depends on the page ids.
-    pages = [tiles.page(w.const(j, "i32")) for j in range(stored.depth)]
-    token = NewToken(w, plan, args, place)
-    writes = (position > -1) & (split < 1) & (row_block < 1)
-    slot = length // stored.page_size
-    writes = writes & (slot < stored.pages_per_row)
-    page = w.load_i32(args.page_table, row * stored.pages_per_row + slot, writes)
-    buffers = [tiles.read(j, pages[j]) for j in range(stored.depth)]
-    token.stage()
+    pages = [tiles.page(w.const(j, "i32")) for j in range(attention.depth)]
+    tokens, rows = NewTokens(w, plan, args, place), NewRows(w, plan, args, place)
+    rows.read_pages(length, (position > -1) & (split < 1) & (row_block < 1))
+    buffers = [tiles.read(j, pages[j]) for j in range(attention.depth)]
+    tokens.stage()
     w.block_barrier()
-    token.write(page, length % stored.page_size, writes)
+    rows.write()
 
-    softmax = Softmax(w, stored, length, place.first_row)
-    # The warp with the fewest tiles of the block that has the new key.
-    owns = (position > -1) & (split < 1) & (w.warp > stored.warps - 2)
-    empty, structure = jax.tree.flatten(softmax.initial())
-    state = w.when(owns, empty, lambda: jax.tree.flatten(token.attended(softmax))[0])
-    softmax.store_partial(softmax.over(tiles, buffers, jax.tree.unflatten(structure, state)))
+    softmax = Softmax(w, attention, length, place.first_row, last_stored=length - 1)
+    # The warp with the fewest tiles of the first block takes the new tokens in.
+    owns = (position > -1) & (split < 1) & (w.warp > attention.warps - 2)
+    state, structure = jax.tree.flatten(softmax.initial())
+    if attention.tokens == 1:
+        state = w.when(owns, state, lambda: jax.tree.flatten(rows.alone(softmax))[0])
+    state = softmax.over(tiles, buffers, jax.tree.unflatten(structure, state))
+    if attention.tokens > 1:  # after the loop: registers for one more tile are free there
+        flat = jax.tree.leaves(state)
+        new = functools.partial(softmax.update, state, first_key=length, last_keys=softmax.positions)
+        state = jax.tree.unflatten(structure, w.when(owns, flat, lambda: jax.tree.leaves(new(rows.tile()))))
+    softmax.store_partial(state)
     w.block_barrier()
-    merge(w, stored, args.outputs, place, split)
+    merge(w, attention, args.outputs, place, split)
 
 
 # Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
@@ -69,17 +73,18 @@ def decode_attention(
     plan: DecodePlan,
     return_lse: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernel: output [B, Hq * D], pools and scales, updated in place where the caller gives them up.
+    """Runs the kernel: output [B, T, Hq * D], pools and scales, updated in place where the caller gives them up.
 
-    With `return_lse` the float32 log-sum-exp [B, Hq] follows the output.
+    With `return_lse` the float32 log-sum-exp [B, T, Hq] follows the output.
     """
     attention = plan.attention
+    rows = (attention.batch, attention.tokens)
     pools = [jax.new_ref(pool) for pool in (k_pages, v_pages, *(scales or ()))]
     operands = [qkv, page_table, positions, *pools]
     operands += [*(rope or ()), *(norms or ()), *(() if sinks is None else (sinks,))]
-    out_type = [jax.ShapeDtypeStruct((attention.batch, attention.q_heads * attention.head_dim), qkv.dtype)]
+    out_type = [jax.ShapeDtypeStruct((*rows, attention.q_heads * attention.head_dim), qkv.dtype)]
     if return_lse:
-        out_type.append(jax.ShapeDtypeStruct((attention.batch, attention.q_heads), jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct((*rows, attention.q_heads), jnp.float32))
 
     def program(w: Warp, inputs: list[Any], outs: list[Any], *indices: Any) -> None:
         rest = iter(inputs[3 + len(pools) :])

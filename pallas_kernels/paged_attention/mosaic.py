@@ -44,12 +44,13 @@ def attend(w: Any, plan: Plan, args: Arguments, row: Any, kv_head: Any, row_bloc
         w.cluster_arrive(release=False)
     length = w.load_i32(args.lengths, row, w.const(1, "i32") > 0)
     place = Place(row, kv_head, row_block * plan.block_rows)
-    tiles = Tiles(w, plan, args.pools, args.page_table, row, kv_head, length, split)
+    first_query = length - plan.tokens
+    tiles = Tiles(w, plan, args.pools, args.page_table, row, kv_head, length, first_query, split)
     # Start the first tiles' reads, then bring the queries in while they fly.
     buffers = [tiles.read(j, tiles.page(w.const(j, "i32"))) for j in range(plan.depth)]
     stage_queries(w, plan, args.q, place)
     w.block_barrier()
-    softmax = Softmax(w, plan, length, place.first_row)
+    softmax = Softmax(w, plan, first_query, place.first_row)
     softmax.store_partial(softmax.over(tiles, buffers, softmax.initial()))
     w.block_barrier()
     merge(w, plan, args.outputs, place, split)

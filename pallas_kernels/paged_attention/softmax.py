@@ -41,14 +41,15 @@ class Softmax:
     Sums count in units of exp2(maximum - `headroom`).
     """
 
-    def __init__(self, w: Any, plan: Plan, length: Any, first_row: Any):
+    def __init__(self, w: Any, plan: Plan, position: Any, first_row: Any, last_stored: Any = None):
+        """`position` is the place of the first query token, `last_stored` that of the last key in the pages, by default
+        the query's own."""
         self.w, self.plan = w, plan
         self.headroom = HEADROOM if plan.quantised else 0
         self.group, self.quad = w.lane // 4, w.lane % 4
-        self.last_key = []
-        for half in range(plan.halves):
-            token = (first_row + self.group + 8 * half) // plan.group
-            self.last_key.append(length - plan.tokens + token)
+        tokens = [(first_row + self.group + 8 * half) // plan.group for half in range(plan.halves)]
+        self.positions = [position + token for token in tokens]
+        self.last_keys = self.positions if last_stored is None else [last_stored] * plan.halves
 
     def initial(self) -> Any:
         zero, lowest = self.w.const(0.0), self.w.const(LOWEST)
@@ -71,7 +72,7 @@ class Softmax:
             for j in range(plan.depth):
                 here = i * plan.depth + j
                 if j == 0:
-                    state = self.update(state, buffers[j], tiles.first_key(here))
+                    state = self.update(state, buffers[j], tiles.first_key(here), self.last_keys)
                 else:
                     state = self.update_if(here < tiles.count, state, buffers[j], tiles.first_key(here))
                 ahead = here + plan.depth
@@ -84,10 +85,13 @@ class Softmax:
 
     def update_if(self, condition: Any, state: Any, buffer: Any, first_key: Any) -> Any:
         flat, structure = jax.tree.flatten(state)
-        updated = self.w.when(condition, flat, lambda: jax.tree.flatten(self.update(state, buffer, first_key))[0])
+        updated = self.w.when(
+            condition, flat, lambda: jax.tree.flatten(self.update(state, buffer, first_key, self.last_keys))[0]
+        )
         return jax.tree.unflatten(structure, updated)
 
-    def update(self, state: Any, buffer: Any, first_key: Any) -> Any:
+    def update(self, state: Any, buffer: Any, first_key: Any, last_keys: list[Any]) -> Any:
+        """The state after one more tile, the first key of which is at `first_key`; rows see up to their last key."""
         w, plan = self.w, self.plan
         keys, values, k_scales, v_scales = buffer
         maxima, sums, outs = (list(part) for part in state)
@@ -107,7 +111,10 @@ class Softmax:
                     score, i = scores[half][n][column], 2 * n + column
                     logit = self.logit(score * k_scales[i]) + exponents[i] if plan.quantised else self.logit(score)
                     key = first_key + self.quad * 2 + (8 * n + column)
-                    logits.append(w.select(self.visible(key, self.last_key[half]), logit, w.const(-math.inf)))
+                    visible = key <= last_keys[half]
+                    if plan.window is not None:
+                        visible = visible & (key > self.positions[half] - plan.window)
+                    logits.append(w.select(visible, logit, w.const(-math.inf)))
             peak = w.maximum(w.maximum(logits[0], logits[1]), w.maximum(logits[2], logits[3]))
             for mask in (1, 2):
                 peak = w.maximum(peak, w.shuffle_xor(peak, mask))
@@ -160,12 +167,6 @@ class Softmax:
         # tanh(x) = 1 - 2 / (exp(2x) + 1); tanh.approx is off by 5e-4 of the cap
         growth = w.exp2(score * (2.0 * LOG2_E * plan.scale / plan.softcap))
         return (1.0 - w.reciprocal(growth + 1.0) * 2.0) * (plan.softcap * LOG2_E)
-
-    def visible(self, key: Any, last_key: Any) -> Any:
-        visible = key <= last_key
-        if self.plan.window is not None:
-            visible = visible & (key > last_key - self.plan.window)
-        return visible
 
     def store_partial(self, state: Any) -> None:
         """Writes this warp's partial result to its place in shared memory."""

@@ -21,7 +21,7 @@ class Pools:
 class Tiles:
     """The tiles of 16 keys of one warp: every (splits * warps)-th one of the sequence's.
 
-    `length` is the number of stored tokens to read; with a window, from the first that the first query sees.
+    `length` is the number of stored tokens to read; with a window, from the first that the query at `first_query` sees.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Tiles:
         row: Any,
         kv_head: Any,
         length: Any,
+        first_query: Any,
         split: Any,
     ):
         self.w, self.plan = w, plan
@@ -42,7 +43,7 @@ class Tiles:
         zero = w.const(0, "i32")
         first = zero
         if plan.window is not None:
-            first = w.maximum(zero, length - (plan.tokens + plan.window - 1)) // KEYS
+            first = w.maximum(zero, first_query - (plan.window - 1)) // KEYS
         # Neighbouring tiles go to different blocks, so that a short sequence is read by many multiprocessors.
         mine = w.warp * plan.splits + split
         self.stride = plan.splits * plan.warps
