@@ -16,7 +16,7 @@ from jaxinfer.layers.attention import cudnn_refusal, prefill_attention, self_att
 from jaxinfer.layers.chunk_attention import WIDEST_WINDOW, chunk_attention, windowed_chunk_attention
 from jaxinfer.layers.embedding import embed, head
 from jaxinfer.layers.linear import Weight, add_linear, linear, norm_linear
-from jaxinfer.layers.mlp import gated_hidden
+from jaxinfer.layers.mlp import gated_hidden, packed_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.paged_chunk import kernel_refusal, paged_chunk_attention
 from jaxinfer.layers.rope import apply_rope, rope_tables
@@ -256,7 +256,16 @@ def add_branch(
     """x + multiplier * norm(linear(out)); norm and multiplier only where the family has them."""
     if bias is None and post_norm is None and config.residual_multiplier == 1.0:
         return add_linear(x, out, weight)
-    branch = linear(out, weight, bias)
+    return joined(x, linear(out, weight, bias), post_norm, config)
+
+
+def joined(
+    x: Float[Array, "batch tokens hidden"],
+    branch: Float[Array, "batch tokens hidden"],
+    post_norm: Float[Array, " hidden"] | None,
+    config: ModelConfig,
+) -> Float[Array, "batch tokens hidden"]:
+    """x + multiplier * norm(branch)."""
     if post_norm is not None:
         branch = rms_norm(branch, post_norm, config.norm_eps)
     if config.residual_multiplier != 1.0:
@@ -277,9 +286,11 @@ def decoder_layer[Cache: KVCache](
         heads, cache = attention_block(params, x, cache, layer, tokens, config)
         x = add_branch(x, heads, params.o, params.o_bias, params.attn_post_norm, config)
     with jax.named_scope("mlp"):
-        hidden = gated_hidden(
-            x, params.mlp_norm, config.norm_eps, params.gate_up, params.gate_up_bias, config.activation
-        )
+        hidden_of = (x, params.mlp_norm, config.norm_eps, params.gate_up, params.gate_up_bias)
+        branch = packed_mlp(*hidden_of, params.down, params.down_bias, config.activation)
+        if branch is not None:
+            return joined(x, branch, params.mlp_post_norm, config), cache
+        hidden = gated_hidden(*hidden_of, config.activation)
         return add_branch(x, hidden, params.down, params.down_bias, params.mlp_post_norm, config), cache
 
 

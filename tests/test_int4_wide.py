@@ -12,10 +12,13 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from simulated_wide_warp import simulate, simulate_arrange, simulate_dequantize, simulate_gated
 
 from jaxinfer.layers.norm import rms_norm
+from pallas_kernels import dispatch
 from pallas_kernels.int4_matmul import (
     PackedInt4,
     dequantize,
     from_codes,
+    gated_mlp_refusal,
+    int4_gated_mlp,
     to_mosaic,
     wide,
     wide_arrange,
@@ -203,6 +206,50 @@ def test_unpacking_on_simulated_warps(out_features, in_features, group_size, kin
     else:  # rounded twice: some differ in the last bit
         assert (np.abs(values - expected) <= np.abs(expected) / 128).all()
         assert (values == expected).mean() > 0.9
+
+
+def test_gated_block_without_its_kernels() -> None:
+    """Here the reference does it; and why kernels would not."""
+    gate_up, down = make(256, 64, 32, "zero_point"), make(64, 128, 32, "zero_point")
+    gate_up = dataclasses.replace(gate_up, scales=gate_up.scales * BF16(2**-6))
+    x, norm = jnp.asarray(tokens(20, 64)), jnp.linspace(0.5, 1.5, 64)
+    out = int4_gated_mlp(x.astype(jnp.float32), gate_up, down, norm=norm, norm_eps=1e-5)
+    first, second = (np.asarray(dequantize(w)) for w in (gate_up, down))
+    gate, up = np.split(np.asarray(rms_norm(x.astype(jnp.float32), norm, 1e-5)) @ first.T, 2, axis=1)
+    np.testing.assert_allclose(out, gate / (1 + np.exp(-gate)) * up @ second.T, rtol=1e-4, atol=1e-3)
+    assert gated_mlp_refusal(x, down, gate_up) == "gate and up have 64 outputs, not twice the 64 inputs of down"
+    assert gated_mlp_refusal(x[:8], gate_up, down) == "it is for 17 to 4095 rows"
+    if jax.default_backend() != "gpu":
+        assert gated_mlp_refusal(x, gate_up, down) == "the reference backend has no gated block"
+
+
+def test_gated_block_lowers_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "hopper_refusal", lambda: None)
+    gate_up, down = described(1024, 256, 128, "zero_point"), described(256, 512, 128, "zero_point")
+    x, norm = jax.ShapeDtypeStruct((100, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.float32)
+    product = jax.jit(lambda x, norm, *pair: int4_gated_mlp(x, *pair, norm=norm))
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        text = product.trace(x, norm, gate_up, down).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3  # the norm, the first product, the second
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "group_size"), [(17, 16), (100, 32), (300, 128), (1000, -1)])
+def test_gated_block_on_the_gpu(rows: int, group_size: int) -> None:
+    pair = [
+        dataclasses.replace(w, scales=w.scales * BF16(2**-6))
+        for w in (make(1280, 1160, group_size, "zero_point"), make(328, 640, group_size, "symmetric"))
+    ]
+    x, norm = jnp.asarray(tokens(rows, 1160)), jnp.linspace(0.5, 1.5, 1160)
+    packed = jax.tree.map(jnp.asarray, [to_mosaic(w) for w in pair])
+    run = jax.jit(lambda x, norm, *pair: int4_gated_mlp(x, *pair, norm=norm, norm_eps=1e-5, backend="mosaic"))
+    outs = [np.asarray(run(x, norm, *packed), np.float64) for _ in range(3)]
+    first, second = (np.asarray(dequantize(w, BF16)).astype(np.float64) for w in pair)
+    gate, up = np.split(np.asarray(rms_norm(x, norm, 1e-5)).astype(np.float64) @ first.T, 2, axis=1)
+    expected = (gate / (1 + np.exp(-gate)) * up) @ second.T
+    assert np.linalg.norm(outs[0] - expected) < 5e-3 * np.linalg.norm(expected)
+    assert all(np.array_equal(outs[0], out) for out in outs)
 
 
 SHAPES = [

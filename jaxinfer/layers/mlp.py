@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.linear import Weight, norm_linear
-from pallas_kernels.int4_matmul import Packed, fused_refusal, int4_matmul_fused
+from jaxinfer.layers.norm import rms_norm
+from pallas_kernels.int4_matmul import Packed, fused_refusal, gated_mlp_refusal, int4_gated_mlp, int4_matmul_fused
 
 
 def activate(gate: Float[Array, "*shape"], activation: str) -> Float[Array, "*shape"]:
@@ -41,3 +42,24 @@ def gated_hidden(
             return int4_matmul_fused(x, gate_up, norm=norm, norm_eps=eps, gated=True)
     gate, up = jnp.split(norm_linear(x, norm, eps, gate_up, gate_up_bias), 2, axis=-1)
     return activate(gate, activation) * up
+
+
+def packed_mlp(
+    x: Float[Array, "*batch hidden"],
+    norm: Float[Array, " hidden"] | None,
+    eps: float,
+    gate_up: Weight,
+    gate_up_bias: Float[Array, " two_intermediate"] | None,
+    down: Weight,
+    down_bias: Float[Array, " hidden"] | None,
+    activation: str,
+) -> Float[Array, "*batch hidden"] | None:
+    """The down projection of `gated_hidden` where kernels do the block as a whole, else None.
+
+    They do it for packed weights and many rows; for few there are `int4_matmul_fused`'s.
+    """
+    if not isinstance(gate_up, Packed) or not isinstance(down, Packed) or activation != "silu":
+        return None
+    if gate_up_bias is not None or down_bias is not None or gated_mlp_refusal(x, gate_up, down) is not None:
+        return None
+    return int4_gated_mlp(x if norm is None else rms_norm(x, norm, eps), gate_up, down)
