@@ -41,7 +41,7 @@ from benchmarks.kernels_int4 import (
     weights_of,
 )
 from pallas_kernels.int4_matmul import mosaic
-from pallas_kernels.int4_matmul.plan import Plan, Schedule
+from pallas_kernels.int4_matmul.plan import Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.warp import Value
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 
@@ -53,6 +53,7 @@ ones the last); its end, and its start and end by the card's clock in nanosecond
 
 ONE = dataclasses.replace(WIDE, strips=4)
 ASYNCHRONOUS = dataclasses.replace(ONE, bulk=False)
+RESIDUAL = Fusion(residual=True)
 DIGITS = Schedule(warps=16, parts=2, strips=4, depth=3, digits=True)
 """Version 7."""
 CASES = [
@@ -81,6 +82,9 @@ CASES = [
     Case(8, *QKV, 7.4, DIGITS),
     Case(8, *QKV, 7.7, DIGITS, fusion=NORM),
     Case(8, *QKV, 7.7, WIDE, fusion=NORM),
+    Case(1, *QKV, 6.3, ONE, fusion=NORM),
+    Case(1, *OUT, 4.7, ASYNCHRONOUS, fusion=RESIDUAL),
+    Case(8, *OUT, 6.0, dataclasses.replace(ASYNCHRONOUS, strips=2), fusion=RESIDUAL),
 ]
 """What is in use by its measured time, then what tuning does not choose because it has not been measured."""
 STAMPED = [
