@@ -1,6 +1,6 @@
 """Checks and times the gated block of an 8B model with INT4 weights for many rows, all its kernels by CUPTI.
 
-    python -m benchmarks.kernels_int4_mlp                # 256 and 64 rows, about 40 s
+    python -m benchmarks.kernels_int4_mlp                # 16, 256 and 64 rows, about 25 s
 
 Three ways, each with its norm and the residual: kernels for the norm, for the first product with silu and
 multiplication, and for the second one ("gated"), the two products with XLA's kernels around them ("apart"), and cuBLAS
@@ -23,18 +23,19 @@ from benchmarks.harness import RESULTS, Recorder
 from benchmarks.kernels_int4 import BF16
 from benchmarks.kernels_int4_wide import BLAS_ONLY, RUNS, described, times
 from jaxinfer.layers.norm import rms_norm
-from pallas_kernels.int4_matmul import Packed, dequantize, gated_mlp_refusal, int4_gated_mlp, int4_matmul
+from pallas_kernels.int4_matmul import Packed, dequantize, int4_matmul, wide, wide_tuning
 
-ROWS = (256, 64)
+ROWS = (16, 256, 64)
 BLOCKS = 4
 """With weights of their own: 350 MB."""
-PREDICTED = {64: 58.0, 128: 77.0, 256: 140.0, 512: 262.0, 1024: 512.0}
+PREDICTED = {16: 46.0, 64: 54.5, 128: 73.0, 256: 133.0, 512: 252.0, 1024: 449.0}
 """Microseconds of "gated" on an H200, before it ever ran."""
 EPS = 1e-5
 
 
 def gated(x: jax.Array, norm: jax.Array, gate_up: Packed, down: Packed) -> jax.Array:
-    return x + int4_gated_mlp(x, gate_up, down, norm=norm, norm_eps=EPS, backend="mosaic")
+    schedules = wide_tuning.gated_schedules(x.shape[0], gate_up, down)
+    return x + wide.gated_mlp(x, gate_up, down, norm, schedules=schedules, out_dtype=BF16, norm_eps=EPS)
 
 
 def apart(x: jax.Array, norm: jax.Array, gate_up: Packed, down: Packed) -> jax.Array:
@@ -109,7 +110,6 @@ def main() -> None:
             print(f"{rows} rows: left out, the time is up", flush=True)
             continue
         x = jax.random.normal(jax.random.key(rows), (rows, 4096), BF16)
-        print(f"{rows} rows, gated refused: {gated_mlp_refusal(x, *packed[0])}", flush=True)
         norm = jnp.linspace(0.5, 1.5, 4096)
         xs = [jnp.roll(x, i, axis=0) for i in range(BLOCKS)]
         outs: dict[str, jax.Array] = {}
