@@ -4,9 +4,10 @@
     python -m benchmarks.store --shape llama-3-8b    # 6 GB; needs 13 GB of disk for a while
     python -m benchmarks.store --cached              # never from the disk: no time is spent on emptying the file cache
 
-Writes a checkpoint of a shape with random codes (compressed-tensors, 4 bits, groups of 128), makes a store of it, and
-loads each in a process of its own with nothing of it in the file cache. Then, in one process and in turns, the store
-and a plain read of its arrays' files into memory of its own, by one thread and by eight; the fastest of each counts.
+Writes a checkpoint of a shape with random codes (compressed-tensors, 4 bits, groups of 128), loads it in a process of
+its own, which then saves it as a store, and loads that in another, each with nothing of it in the file cache. Then, in
+one process and in turns, the store and a plain read of its arrays' files into memory of its own, by one thread and by
+eight; the fastest of each counts.
 Every line says whether its files were "cold" or "cached".
 """
 
@@ -52,16 +53,17 @@ model = load(sys.argv[1], dtype="bfloat16", packed=True, progress=False)
 jax.block_until_ready(model.params)
 seconds = time.perf_counter() - start
 stats = jax.local_devices()[0].memory_stats() or {}
-print(json.dumps({
+found = {
     "seconds": seconds, "host": status("VmHWM") - before, "device": stats.get("peak_bytes_in_use", 0),
     "model": sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)), "layout": model.params.layers[0].o.layout,
-}))
-"""
-CREATE = """
-import sys
-from jaxinfer.store.create import create
+}
+if len(sys.argv) > 2:
+    from jaxinfer.store.create import save
 
-create(sys.argv[1], sys.argv[2], progress=False)
+    start = time.perf_counter()
+    save(model, sys.argv[2])
+    found["save"] = time.perf_counter() - start
+print(json.dumps(found))
 """
 
 
@@ -188,19 +190,16 @@ def measure(
     start = time.perf_counter()
     size = write_checkpoint(source, shape or "llama-3-8b", small=shape is None)
     print(f"wrote {size / 1e9:.2f} GB of safetensors in {time.perf_counter() - start:.1f} s", flush=True)
-    start = time.perf_counter()
-    in_own_process(CREATE, str(source), str(store))
-    create_seconds = time.perf_counter() - start
-    print(f"made the store in {create_seconds:.1f} s", flush=True)
-    files = {"safetensors": list(source.glob("*.safetensors")), "store": arrays_of(store)}
     loads = {}
-    for name, path in (("safetensors", source), ("store", store)):
+    for name, arguments in (("safetensors", (source, store)), ("store", (store,))):
         if states[0] == "cold":
-            evict(files[name])
-        loads[name] = json.loads(in_own_process(LOAD, str(path)))
+            evict(source.glob("*.safetensors") if name == "safetensors" else arrays_of(store))
+        loads[name] = json.loads(in_own_process(LOAD, *map(str, arguments)))
         print(f"loaded from {name} in {loads[name]['seconds']:.1f} s", flush=True)
+    save_seconds = loads["safetensors"]["save"]
+    print(f"saved the store in {save_seconds:.1f} s", flush=True)
     shutil.rmtree(source)
-    stored = sum(file.stat().st_size for file in files["store"]) / 1e9
+    stored = sum(file.stat().st_size for file in arrays_of(store)) / 1e9
     seconds = rates(store, repeats, states)
     recorder = Recorder("store", results) if results else Recorder("store")
     case: dict[str, object] = {"shape": shape or "llama-3-8b, 9 layers", "weights": "int4 g128", "gb": round(stored, 2)}
@@ -213,7 +212,7 @@ def measure(
         metrics = {"load_s": (load["seconds"], "s"), "model_gb": (load["model"] / 1e9, "GB")}
         metrics |= {f"peak_{place}_gb": (load[place] / 1e9, "GB") for place in ("host", "device") if load[place]}
         recorder.record({**case, "files": states[0], "from": name, "layout": load["layout"]}, metrics)
-    recorder.record(case, {"create_s": (create_seconds, "s")})
+    recorder.record(case, {"save_s": (save_seconds, "s")})
 
 
 if __name__ == "__main__":

@@ -41,13 +41,16 @@ class PackedRun:
     def append(self, tensor: QuantizedTensor, start: int, stop: int, unpermute_heads: int | None) -> None:
         """Adds rows start:stop of a tensor, in the order in which the model wants them."""
         begin, end = self.num_rows, self.num_rows + stop - start
-        for first, last in tensor.chunks(start, stop):
+
+        def take(first: int, last: int) -> None:
             rows = tensor.rows(first, last)
             packed = packed_rows(rows)
             here = slice(begin + first - start, begin + last - start)
             self._codes[here], self._scales[here] = packed.codes, packed.scales
             if self._offsets is not None:
                 self._offsets[here] = packed.offsets
+
+        tensor.each_chunk(start, stop, take)
         if unpermute_heads is not None:
             for array in (self._codes, self._scales, self._offsets):
                 if array is not None:
@@ -81,11 +84,14 @@ class ScaledRun:
     def append(self, tensor: QuantizedTensor, start: int, stop: int, unpermute_heads: int | None) -> None:
         """Adds rows start:stop of a tensor, in the order in which the model wants them."""
         begin, end = self.num_rows, self.num_rows + stop - start
-        for first, last in tensor.chunks(start, stop):
+
+        def take(first: int, last: int) -> None:
             rows = tensor.rows(first, last)
             here = slice(begin + first - start, begin + last - start)
             codes = rows.codes if rows.book is not None else rows.codes - np.uint8(128)
             self._codes[here], self._scales[here] = codes.view(self._codes.dtype), rows.scales[:, 0]
+
+        tensor.each_chunk(start, stop, take)
         if unpermute_heads is not None:
             for array in (self._codes, self._scales):
                 array[begin:end] = unpermute_rows(array[begin:end], unpermute_heads)
@@ -111,7 +117,8 @@ class BlockRun:
         """Adds rows start:stop of a tensor, in the order in which the model wants them; a block begins with them."""
         block_rows, begin, end = self._block[0], self.num_rows, self.num_rows + stop - start
         assert begin % block_rows == 0
-        for first, last in tensor.chunks(start, stop):
+
+        def take(first: int, last: int) -> None:
             rows = tensor.rows(first, last)
             place = begin + first - start
             self._codes[place : place + last - first] = rows.codes.view(self._codes.dtype)
@@ -119,6 +126,8 @@ class BlockRun:
             scales = rows.scales[skipped::block_rows]
             block = -(-place // block_rows)
             self._scales[block : block + len(scales)] = scales
+
+        tensor.each_chunk(start, stop, take)
         if unpermute_heads is not None:
             for array in (self._codes, self._scales):
                 array[begin:end] = unpermute_rows(array[begin:end], unpermute_heads)

@@ -5,7 +5,9 @@ tensors of a file into a `QuantizedTensor`, which hands out `Codes` a few rows a
 whole weight with one code a byte.
 """
 
+import concurrent.futures
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -13,6 +15,10 @@ import numpy as np
 
 ELEMENTS_AT_ONCE = 1 << 18
 """Codes that are one a byte at the same time: decoded to float32 they are 1 MB, which stays in a core's cache."""
+
+
+THREADS = min(4, os.cpu_count() or 1)
+"""That decode pieces of a tensor side by side: NumPy works without Python's lock, and each takes a MB or two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +91,25 @@ class QuantizedTensor:
         for first in range(start, stop, step):
             yield first, min(first + step, stop)
 
+    def each_chunk(self, start: int, stop: int, take: Callable[[int, int], None]) -> None:
+        """Calls `take` with the ranges of `chunks`, by several threads at once and in any order."""
+        chunks = list(self.chunks(start, stop))
+        if len(chunks) < 2:
+            for first, last in chunks:
+                take(first, last)
+            return
+        with concurrent.futures.ThreadPoolExecutor(THREADS, "decoding") as pool:
+            for done in [pool.submit(take, first, last) for first, last in chunks]:
+                done.result()
+
     def read_into(self, out: np.ndarray, start: int, stop: int) -> None:
         """Decodes rows start:stop into `out` [stop - start, in], of any floating dtype, rounding once.
 
         Raises OverflowError for values that float16 cannot hold.
         """
         inverse = None if self.permutation is None else np.argsort(self.permutation)
-        for first, last in self.chunks(start, stop):
+
+        def take(first: int, last: int) -> None:
             values = self.rows(first, last).values()
             target = out[first - start : last - start]
             with np.errstate(over="ignore"):
@@ -99,3 +117,5 @@ class QuantizedTensor:
             if out.dtype == np.float16 and bool((np.isinf(rounded) & np.isfinite(values)).any()):
                 raise OverflowError("values beyond float16's 65504")
             target[...] = rounded if inverse is None else np.take(rounded, inverse, axis=1)
+
+        self.each_chunk(start, stop, take)
