@@ -14,7 +14,9 @@ import markov
 import pytest
 
 from benchmarks import llm, throughput
-from jaxinfer.cli import main
+from jaxinfer.cli import bench, main
+from jaxinfer.engine.config import Settings
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.workload import Arrival, random_workload, read_workload, replay
 from jaxinfer.sampling_params import SamplingParams
 
@@ -111,6 +113,37 @@ def test_command_prints_a_table_and_json(tmp_path: pathlib.Path, capsys: pytest.
     assert main(["bench", str(folder), *sizes, *lengths, *mixed]) == 0
     shown = capsys.readouterr().out
     assert "time per output token, ms" in shown and "accepted by position: " in shown and picture.exists()
+
+
+def test_bench_makes_programs_for_its_workload_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three requests of 11 and 5 tokens on a model with a context of 64: a batch of 3 rows, a context of 15."""
+    made: list[Settings] = []
+
+    class Recorded(Engine):
+        def warmup(self, **_: object) -> None:
+            made.append(self.settings)
+            raise ValueError("enough")
+
+    monkeypatch.setattr(bench, "Engine", Recorded)
+    folder = markov.save(tmp_path / "model", {0: 1})
+    shape = ["--requests", "3", "--prompt-tokens", "11", "11", "--output-tokens", "5", "5"]
+    assert main(["bench", str(folder), *shape]) == 2
+    (settings,) = made
+    assert (settings.decode_rows, settings.max_context, settings.page_widths) == ((1, 3), 15, (1,))
+    assert settings.rules.prefill_lengths == (64,)
+    capsys.readouterr()
+    # The lengths of its own fit a short context, and what does not fit is refused before anything is compiled.
+    assert main(["bench", str(folder), "--requests", "3"]) == 2
+    assert made[1].max_context <= 63 and "enough" in capsys.readouterr().err
+    workload = tmp_path / "workload.jsonl"
+    workload.write_text('{"prompt_tokens": 3}\n{"prompt_tokens": 65, "params": {"logprobs": 2}}\n')
+    assert main(["bench", str(folder), "--workload", str(workload)]) == 2
+    assert "prompt 1 has 65 tokens, but the context of" in capsys.readouterr().err
+    workload.write_text('{"prompt_tokens": 3}\n{"prompt_tokens": 5, "params": {"logprobs": 2}}\n')
+    assert main(["bench", str(folder), "--workload", str(workload)]) == 2
+    assert [layout.variant.num_logprobs for layout in made[2].layouts] == [None, 5]
 
 
 @pytest.mark.parametrize(

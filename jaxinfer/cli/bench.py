@@ -6,12 +6,14 @@ import dataclasses
 import jax
 
 from checkpoints.progress import progress_bar
+from jaxinfer.batch import cache_tokens
 from jaxinfer.cli.options import json_line, loading
 from jaxinfer.cli.output_files import check_picture
 from jaxinfer.cli.spec_bench import make_draft
-from jaxinfer.engine.config import EngineConfig
+from jaxinfer.engine.config import EngineConfig, default_decode_batch
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.workload import random_workload, read_workload, replay
+from jaxinfer.generation import requests_for
 from jaxinfer.model import load
 from jaxinfer.sampling_params import SamplingParams
 
@@ -26,38 +28,41 @@ def run(options: argparse.Namespace) -> int:
         if not value > 0:
             raise ValueError(f"{name} {value}; expected a number above 0")
     check_picture("--timeline", options.timeline)
-    config = EngineConfig(
-        max_decode_batch=options.max_decode_batch,
-        max_prefill_tokens=options.max_prefill_tokens,
-        max_context=options.max_context,
-        decode_chunk=options.decode_chunk,
-        decode_stall_ms=options.decode_stall_ms,
-        policy=options.policy,
-        prefix_cache=not options.no_prefix_cache,
-        sampling=(params,),
-    )
     shown = not options.quiet
     random_weights = {} if options.random_weights is None else {"random_weights": options.random_weights}
     model = load(options.model, **loading(options), progress=shown, **random_weights)
     if options.workload is not None:
         arrivals = read_workload(options.workload, model, params)
     else:
+        half = model.config.max_position_embeddings // 2
+        prompts, outputs = ((16, 128), (16, 32)) if on_cpu else ((100, 1024), (100, 1024))
         arrivals = random_workload(
             model.config.num_tokens,
             num_requests=options.requests,
             rate=options.rate,
-            prompt_tokens=_bounds("--prompt-tokens", options.prompt_tokens or ([16, 128] if on_cpu else [100, 1024])),
-            output_tokens=_bounds("--output-tokens", options.output_tokens or ([16, 32] if on_cpu else [100, 1024])),
+            prompt_tokens=_bounds("--prompt-tokens", options.prompt_tokens, prompts, half),
+            output_tokens=_bounds("--output-tokens", options.output_tokens, outputs, half),
             params=params,
             seed=options.seed,
         )
+    # Checked before anything is compiled, and nothing is compiled for longer or more requests than there are.
+    requests = requests_for(model, [one.prompt for one in arrivals], [one.params for one in arrivals])
+    config = EngineConfig(
+        max_decode_batch=options.max_decode_batch or min(len(requests), default_decode_batch()),
+        max_prefill_tokens=options.max_prefill_tokens,
+        max_context=options.max_context or max(map(cache_tokens, requests)),
+        decode_chunk=options.decode_chunk,
+        decode_stall_ms=options.decode_stall_ms,
+        policy=options.policy,
+        prefix_cache=not options.no_prefix_cache,
+        sampling=tuple(dict.fromkeys(dataclasses.replace(one.params, max_tokens=None) for one in arrivals)),
+    )
     draft = None if options.draft is None else make_draft(model, options.draft, options.k)
     with Engine(model, config, draft=draft) as engine:
         if not options.no_warmup:
             engine.warmup(progress=shown)
         engine.reset_metrics()
-        total = sum(arrival.params.n for arrival in arrivals)
-        with progress_bar(total=total, unit="completion", desc="Serving", shown=shown, leave=False) as bar:
+        with progress_bar(total=len(requests), unit="completion", desc="Serving", shown=shown, leave=False) as bar:
             replay(engine, arrivals, bar.update)
         metrics = engine.metrics()
         if options.timeline is not None:
@@ -66,8 +71,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _bounds(name: str, pair: list[int]) -> tuple[int, int]:
-    low, high = pair
+def _bounds(name: str, given: list[int] | None, default: tuple[int, int], most: int) -> tuple[int, int]:
+    """The lengths given, or the default ones as far as the model's context goes."""
+    if given is None:
+        low, high = default
+        return min(low, most), min(high, most)
+    low, high = given
     if not 1 <= low <= high:
         raise ValueError(f"{name} {low} {high}: expected two lengths of at least 1, the smaller first")
     return low, high

@@ -1,5 +1,6 @@
 """EngineConfig: what a user can set; Settings: what it comes to for one model on one device."""
 
+import bisect
 import dataclasses
 import typing
 from collections.abc import Sequence
@@ -50,7 +51,8 @@ class EngineConfig:
             512).
         decode_stall_ms: The same bound in milliseconds, turned into tokens at the prefill rate measured while serving.
         decode_order: Who decodes when there are more sequences than `max_decode_batch`: the shortest first, or the
-            earliest.
+            earliest, or, for batches that nobody reads along and whose `max_tokens` are not much too large, those with
+            most to come ("longest"): all end together, in steps of as few rows as that takes.
         policy: "separate": prefill and decode are two queues with limits of their own. "mixed": one queue in which
             prompts go first and decoding waits for them, as a baseline to measure against.
         prefix_cache: Keep pages of finished sequences and reuse them for prompts that begin the same.
@@ -193,7 +195,7 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
     """Chooses what the configuration leaves open. Raises ValueError for a pool that is too small or does not fit, and
     for a model with a tiered cache."""
     on_cpu = jax.default_backend() == "cpu"
-    batch = config.max_decode_batch or (16 if on_cpu else 256)
+    batch = config.max_decode_batch or default_decode_batch()
     sequences = config.max_sequences or batch
     tokens = config.max_prefill_tokens or (1024 if on_cpu else 8192)
     # On a GPU a step of 9 to 31 rows takes as long as one of 32: the weights are what is read.
@@ -201,7 +203,10 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
     decode_rows = config.decode_rows or ladder
     if decode_rows[-1] < min(batch, sequences):
         raise ValueError(f"decode_rows={decode_rows}: the largest is below max_decode_batch={batch}")
+    longest = min(model.config.max_position_embeddings, config.max_context or 2**31)
     lengths = config.prefill_lengths or _prefill_lengths(tokens, on_cpu)
+    if config.prefill_lengths is None and config.prefill_tile is None:
+        lengths = lengths[: 1 + bisect.bisect_left(lengths, longest)]  # no prompt needs more
     if lengths[0] > tokens:
         raise ValueError(f"max_prefill_tokens={tokens} is below the shortest of prefill_lengths={lengths}")
     lengths = tuple(length for length in lengths if length <= tokens)
@@ -212,7 +217,6 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         page_bytes += speculation.draft.bytes_per_token * config.page_size
         drafted = speculation.policy.lengths(speculation.draft.k)
     spare = drafted[-1]
-    longest = min(model.config.max_position_embeddings, config.max_context or 2**31)
     num_pages = config.num_pages
     if num_pages is None:
         # The most that a call computes, of prompts or of scoring; a round may have several.
@@ -260,6 +264,7 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         stall_tokens=config.decode_stall_tokens or (512 if on_cpu else 2048),
         decode_order=config.decode_order,
         policy=config.policy,
+        decode_rows=decode_rows,
         two_weights=model.prefill_params is not None,
     )
     layouts = tuple(dict.fromkeys(SamplerLayout.required(row, model.config) for row in config.sampling))
@@ -281,6 +286,11 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         drafted,
         packed,
     )
+
+
+def default_decode_batch() -> int:
+    """`max_decode_batch` where the configuration leaves it open."""
+    return 16 if jax.default_backend() == "cpu" else 256
 
 
 def _ladder(first: int, factor: int, last: int) -> tuple[int, ...]:
