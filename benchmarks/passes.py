@@ -1,13 +1,15 @@
 """A model's passes by themselves: what a step costs before anything is sampled, judged or kept."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
+import statistics
 import time
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
 from jaxtyping import Array, Int32
 
 import jaxinfer as ji
@@ -22,7 +24,8 @@ NUM_PASSES = 32
 """In one program, as in a decode chunk."""
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_passes"), donate_argnames="cache")
+# The cache, of a few pages, is not donated: `profiler.measure` calls the program twice with the same arguments.
+@functools.partial(jax.jit, static_argnames=("config", "num_passes"))
 def run_passes(
     params: Params,
     cache: PagedKVCache,
@@ -48,14 +51,15 @@ def run_passes(
 class Passes:
     """Passes of `width` tokens a row that follow `place` cached ones, compiled when it is made."""
 
-    def __init__(self, model: ji.Model, batch: int, width: int, place: int) -> None:
+    def __init__(self, name: str, model: ji.Model, batch: int, width: int, place: int) -> None:
+        self.name = name
         num_pages = pages_for(place + width)
-        self._config = model.config
-        self._cache = kv_cache.create(model.config, 1 + batch * num_pages, PAGE_SIZE, model.cache_dtype)
-        self._tokens = jnp.zeros((batch, width), jnp.int32)
+        cache = kv_cache.create(model.config, 1 + batch * num_pages, PAGE_SIZE, model.cache_dtype)
         positions = jnp.broadcast_to(place + jnp.arange(width, dtype=jnp.int32)[None, :], (batch, width))
         table = 1 + jnp.arange(batch * num_pages, dtype=jnp.int32).reshape(batch, num_pages)
-        self._params, self._places = model.params, (positions, table)
+        self._arguments = (model.params, cache, jnp.zeros((batch, width), jnp.int32), positions, table)
+        self._options = {"config": model.config, "num_passes": NUM_PASSES}
+        self._layers = len(model.config.layers)
         self._run()
 
     def seconds(self, repeats: int = 3) -> float:
@@ -67,42 +71,53 @@ class Passes:
             times.append((time.perf_counter() - start) / NUM_PASSES)
         return min(times)
 
+    def kernels(self) -> list[str]:
+        """Lines that say what a pass consists of on a GPU: kernels, in the order of a layer, and their microseconds."""
+        _, timings = profiler.measure(run_passes, aggregate=False)(*self._arguments, **self._options)
+        if timings is None:
+            return [f"{self.name}: CUPTI saw no kernel"]
+        by_name = collections.defaultdict(list)
+        for name, milliseconds in timings:
+            by_name[name].append(1e3 * milliseconds)
+        total = sum(map(sum, by_name.values())) / NUM_PASSES
+        lines = [f"{self.name}: {len(timings) / NUM_PASSES:.0f} kernels, {total:.0f} us by themselves"]
+        for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1])):
+            in_layer, rest = divmod(len(times), NUM_PASSES * self._layers)
+            places = [times[place::in_layer] for place in range(in_layer)] if in_layer and not rest else [times]
+            means = ", ".join(f"{statistics.fmean(place):.2f}" for place in places)
+            if sum(times) / NUM_PASSES > total / 200:
+                lines.append(f"  {name[:44]:44} {len(times) / NUM_PASSES:6.1f} of {means} us")
+        return lines
+
     def _run(self) -> None:
-        self._tokens, self._cache = run_passes(
-            self._params, self._cache, self._tokens, *self._places, config=self._config, num_passes=NUM_PASSES
-        )
-        jax.block_until_ready(self._tokens)
+        jax.block_until_ready(run_passes(*self._arguments, **self._options))
 
 
-@dataclasses.dataclass(frozen=True)
 class StepPasses:
-    """Seconds of the passes that a step with `k` drafted tokens consists of, and of a plain step's."""
+    """The passes of a step with `k` drafted tokens, compiled when it is made."""
 
-    k: int
-    plain: float
-    draft: float
-    verify: float
+    def __init__(self, target: ji.Model, draft: Draft, batch: int, k: int, place: int) -> None:
+        model = _model_of(draft)
+        widths = {"verify": (target, k + 1), "draft": (model, 1)}
+        if draft.has_own_cache:
+            widths["first_draft"] = (model, 2)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            made = {
+                name: pool.submit(Passes, f"{name} pass, {width} tokens a row", owner, batch, width, place)
+                for name, (owner, width) in widths.items()
+            }
+        self.k, self.passes = k, {name: future.result() for name, future in made.items()}
 
     def metrics(self, step: float) -> dict[str, tuple[float, str]]:
-        """Values and units for a record; `step` is the seconds of a whole step."""
-        return {
-            "plain_pass_ms": (1e3 * self.plain, "ms"),
-            "draft_pass_ms": (1e3 * self.draft, "ms"),
-            "verify_pass_ms": (1e3 * self.verify, "ms"),
-            "verify_cost": (self.verify / self.plain, ""),
-            "overhead": (1.0 - (self.verify + self.k * self.draft) / step, ""),
-        }
+        """Times the passes; `step` is the seconds of a whole step. `overhead` is the share of it that is no pass."""
+        seconds = {name: passes.seconds() for name, passes in self.passes.items()}
+        drafting = seconds.get("first_draft", seconds["draft"]) + (self.k - 1) * seconds["draft"]
+        metrics = {f"{name}_pass_ms": (1e3 * value, "ms") for name, value in seconds.items()}
+        return metrics | {"overhead": (1.0 - (seconds["verify"] + drafting) / step, "")}
 
-
-def of_step(target: ji.Model, draft: Draft, batch: int, lengths: Sequence[int], place: int) -> dict[int, StepPasses]:
-    """The passes of steps with these numbers of drafted tokens, compiled side by side and timed one by one."""
-    widths = sorted({1, *(length + 1 for length in lengths)})
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        drafting = pool.submit(Passes, _model_of(draft), batch, 1, place)
-        programs = {width: pool.submit(Passes, target, batch, width, place) for width in widths}
-    one = drafting.result().seconds()
-    seconds = {width: program.result().seconds() for width, program in programs.items()}
-    return {length: StepPasses(length, seconds[1], one, seconds[length + 1]) for length in lengths}
+    def kernels(self) -> list[str]:
+        """See `Passes.kernels`."""
+        return [line for passes in self.passes.values() for line in passes.kernels()]
 
 
 def _model_of(draft: Draft) -> ji.Model:

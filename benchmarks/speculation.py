@@ -1,21 +1,32 @@
 """What speculation gains: the machinery under a synthetic acceptance, self-drafts, and real text.
 
     python -m benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --k 4 --batch 1 16
+    python -m benchmarks.speculation machinery --target qwen3-8b --int4 --draft qwen3-0.6b --draft-plan bfloat16
     python -m benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --batch 1
     python -m benchmarks.speculation text --model smollm2-135m-instruct
 
 `machinery` takes random weights in shapes of `benchmarks/shapes` and accepts drafted tokens with a given probability,
-whatever the models say: its records have mode "synthetic". `text` is a real model on prompts written for the purpose.
+whatever the models say: its records have mode "synthetic". Chance is the same in every run, so that times can be
+compared; `acceptance_4` and the like are shares of `judged_4` tokens, and differ from the probability by as much as
+shares of so few do (256 tokens judge about 40 fourth ones). `overhead` is the share of a step that is no pass of a
+model: the passes are timed by themselves. `text` is a real model on prompts written for the purpose.
+
+`speedup` is less than `running_speedup` by what a short output pays whatever the steps take: the draft reads the prompt
+after the first token, and the last chunk of steps runs to its end.
 """
 
 import argparse
+import concurrent.futures
+import copy
 import pathlib
 import time
 
+import jax
+
 import jaxinfer as ji
-from benchmarks import passes
-from benchmarks.decode import load, prompts, weights_of
+from benchmarks.decode import HEADS, load, prompts, weights_of
 from benchmarks.harness import Recorder
+from benchmarks.passes import StepPasses
 from jaxinfer.speculative.comparison import Comparison, compare, compile_ahead, first_differences, measure_plain
 from jaxinfer.speculative.lossy import SyntheticAcceptance
 from jaxinfer.speculative.policy import FixedLength
@@ -92,39 +103,44 @@ def metrics_of(found: Comparison) -> dict[str, tuple[float, str]]:
         "verify_over_plain": (found.verify_step / found.plain_step, ""),
         "same_completions": (found.same_tokens / len(found.plain.token_ids), ""),
     }
-    return metrics | {
-        f"acceptance_{place}": (share, "") for place, share in enumerate(report.acceptance_by_position, 1)
-    }
+    for place, (share, judged) in enumerate(zip(report.acceptance_by_position, report.judged, strict=True), 1):
+        metrics |= {f"acceptance_{place}": (share, ""), f"judged_{place}": (judged, "")}
+    return metrics
 
 
 def machinery(recorder: Recorder, options: argparse.Namespace) -> None:
     """Target and draft of given shapes, acceptance by chance."""
     started = time.perf_counter()
     target = load(options.target, weights_of(options.target, options), options.kv)
-    small = None if options.draft is None else load(options.draft, weights_of(options.draft, options), options.kv)
-    drafts = [ji.SelfDraft(target, k, num_layers=options.layers) for k in options.k]
-    if small is not None:
-        drafts = [ji.ModelDraft(small, k) for k in options.k]
+    drafts: list[Draft]
+    if options.draft is None:
+        drafts = [ji.SelfDraft(target, k, num_layers=options.layers) for k in options.k]
+        draft_weights = quantisation(drafts[0].params)
+    else:
+        weights = weights_of(options.draft, _draft_options(options))
+        small = load(options.draft, weights, options.kv)
+        drafts = [*(ji.ModelDraft(small, k) for k in options.k)]
+        draft_weights = weights.name
     print(f"loaded after {time.perf_counter() - started:.1f} s", flush=True)
     chance = SyntheticAcceptance(options.acceptance)
     params = ji.SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)
     for batch in options.batch:
         ids = prompts(target, batch, options.prompt)
         runs = [ji.Speculation(draft, acceptance=chance, policy=FixedLength()) for draft in drafts]
-        compile_ahead(target, ids, params, runs)
+        place = options.prompt + options.output // 2
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # beside what `compile_ahead` compiles
+            made = [pool.submit(StepPasses, target, draft, batch, draft.k, place) for draft in drafts]
+            compile_ahead(target, ids, params, runs)
         print(f"compiled after {time.perf_counter() - started:.1f} s", flush=True)
         plain = measure_plain(target, ids, params)
-        alone = {}
-        if options.passes:
-            alone = passes.of_step(target, drafts[0], batch, options.k, options.prompt + options.output // 2)
-            print(f"passes compiled and timed after {time.perf_counter() - started:.1f} s", flush=True)
-        for speculation in runs:
+        for speculation, passes in zip(runs, (future.result() for future in made), strict=True):
             found = compare(target, ids, params, speculation, plain=plain)
             case: dict[str, object] = {
                 "target": options.target,
                 "weights": quantisation(target.params),
                 "kv": str(target.cache_dtype),
                 "draft": options.draft or found.draft,
+                "draft_weights": draft_weights,
                 "k": found.k,
                 "batch": batch,
                 "mode": "synthetic",
@@ -132,8 +148,18 @@ def machinery(recorder: Recorder, options: argparse.Namespace) -> None:
                 "prompt": options.prompt,
                 "output": options.output,
             }
-            extra = alone[found.k].metrics(found.step) if options.passes else {}
-            recorder.record(case, metrics_of(found) | extra)
+            recorder.record(case, metrics_of(found) | passes.metrics(found.step))
+            if jax.default_backend() == "gpu":
+                print("\n".join(passes.kernels()), flush=True)
+
+
+def _draft_options(options: argparse.Namespace) -> argparse.Namespace:
+    """The options of weights as they are for the draft: its own plan if there is one, else the target's."""
+    own = copy.copy(options)
+    own.head = options.draft_head
+    if options.draft_plan is not None:
+        own.int4, own.quantize = False, None if options.draft_plan == "bfloat16" else options.draft_plan
+    return own
 
 
 def text(recorder: Recorder, options: argparse.Namespace) -> None:
@@ -178,8 +204,9 @@ def main() -> None:
     source.add_argument("--self", action="store_true", help="the target in 4 bits")
     synthetic.add_argument("--layers", type=int, default=None, help="lower layers that a self-draft has")
     synthetic.add_argument("--int4", action="store_true", help="packed layers in both models")
+    synthetic.add_argument("--draft-plan", help="plan of the draft, such as int4, or bfloat16; by default the target's")
+    synthetic.add_argument("--draft-head", choices=HEADS, help="codes of the draft's head")
     synthetic.add_argument("--kv", help="type of the caches, such as int8")
-    synthetic.add_argument("--passes", action="store_true", help="also time the models' passes by themselves")
     synthetic.add_argument("--acceptance", type=float, default=0.8)
     synthetic.add_argument("--batch", type=int, nargs="+", default=[1])
     synthetic.add_argument("--prompt", type=int, default=128)
