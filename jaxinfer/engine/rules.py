@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 from typing import Literal
 
-type DecodeOrder = Literal["shortest", "arrival"]
+type DecodeOrder = Literal["shortest", "arrival", "longest"]
 type Policy = Literal["separate", "mixed"]
 
 
@@ -24,6 +24,8 @@ class Rules:
     stall_tokens: int
     decode_order: DecodeOrder = "shortest"
     policy: Policy = "separate"
+    decode_rows: tuple[int, ...] = ()
+    """Numbers of rows that decode programs exist for, ascending; where the order is "longest"."""
     two_weights: bool = False
     """Prompts are computed with other weights than what follows them: no piece has tokens of both, and only pages of
     prompts are cached."""

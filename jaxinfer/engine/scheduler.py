@@ -8,7 +8,8 @@ Plain Python: it knows lengths and pages, not arrays, so that its rules can be t
 * When somebody reads along, decoding waits for at most `stall_tokens` of prefill between two chunks. Otherwise (a
   batch of requests, or the "mixed" policy) prompts go first, up to one for every slot between two chunks.
 * A decode chunk takes at most `max_decode_batch` sequences, in the configured order; one that was passed over
-  `MAX_SKIPS` times goes first.
+  `MAX_SKIPS` times goes first. Longest first takes no more than are needed for all to end when the longest does: no
+  step then has few rows, which costs nearly what one of many does.
 * Pages are given when they are needed, and taken back when a chunk has gained less than it might have. When there are
   none left the latest arrival gives up its own and is computed again later: the oldest always gets on, so every
   sequence ends.
@@ -210,20 +211,33 @@ class Scheduler(Seats):
 
     def _decode(self, plan: Plan, ready: list[Sequence]) -> None:
         """Chooses the rows of the next decode chunk among all that are ready and have pages for it."""
-        if len(ready) > self.rules.max_decode_batch:
-            by_length = self.rules.decode_order == "shortest"
+        order, most = self.rules.decode_order, self.rules.max_decode_batch
+        if order == "longest" and ready:
+            most = self._enough(ready)
+        if len(ready) > most:
 
             def turn(sequence: Sequence) -> tuple[int, int, int]:
                 overdue = sequence.skipped if sequence.skipped >= MAX_SKIPS else 0
-                length = sequence.cached_after(0) if by_length and not overdue else 0
-                return -overdue, length, sequence.arrival
+                rank = 0
+                if order == "shortest" and not overdue:
+                    rank = sequence.cached_after(0)
+                elif order == "longest" and not overdue:
+                    rank = -sequence.still_to_come
+                return -overdue, rank, sequence.arrival
 
             ready.sort(key=turn)
-        for sequence in ready[self.rules.max_decode_batch :]:
+        for sequence in ready[most:]:
             sequence.skipped += 1
-        plan.decode, plan.chunk = ready[: self.rules.max_decode_batch], self.chunk
+        plan.decode, plan.chunk = ready[:most], self.chunk
         booking = Booking(self.chunk.most, self.chunk.num_steps * self.chunk.tokens_per_step)
         for sequence in plan.decode:
             sequence.skipped = 0
             sequence.booked.append(booking)
         self._stalled = self._started = 0
+
+    def _enough(self, ready: list[Sequence]) -> int:
+        """Rows of the smallest decode program with which all may end when the longest does, as far as is known."""
+        chunks = [-(-sequence.still_to_come // self.chunk.num_steps) for sequence in (*ready, *self.waiting)]
+        needed = -(-sum(chunks) // max(1, *chunks))
+        sizes = (rows for rows in self.rules.decode_rows if rows >= needed)
+        return min(next(sizes, self.rules.max_decode_batch), self.rules.max_decode_batch)

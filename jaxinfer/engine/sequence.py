@@ -98,6 +98,11 @@ class Sequence:
             most += booking.most
         return self.num_prompt + min(most, self.max_tokens) - 1
 
+    @property
+    def still_to_come(self) -> int:
+        """Output tokens that it may get beyond those of dispatched work."""
+        return self.num_prompt + self.max_tokens - 1 - self.cached_after(0)
+
     def reach(self, chunk: Chunk) -> int:
         """Places in the cache that its next decode chunk may write to: what it may gain, and what is drafted behind."""
         return self.outlook(chunk)[1]
