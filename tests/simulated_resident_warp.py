@@ -5,16 +5,42 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from simulated_warp import SimulatedWarp, run_cluster
+from simulated_warp import SimulatedWarp, run_cluster, uniform
 from simulated_wide_warp import Barriers, SimulatedWideWarp
 
-from pallas_kernels.resident.chain import Arguments, Chain, run_layers
+from pallas_kernels.resident.layers import run_layers
+from pallas_kernels.resident.plan import Plan
+from pallas_kernels.resident.products import Arguments
 
 
 class SimulatedResidentWarp(SimulatedWideWarp):
+    """A pointer to an array is its number among those kept."""
+
     def __init__(self, warp: SimulatedWarp, barriers: Barriers, together: threading.Barrier):
         super().__init__(warp, barriers)
         self.together = together
+        self.pointers = warp.cluster.__dict__.setdefault("pointers", {})
+
+    def keep_pointer(self, address: np.ndarray, ref: np.ndarray, constant: int, predicate: np.ndarray) -> None:
+        if predicate.any():
+            self.pointers[self.block, int(address[0]) + constant] = ref
+
+    def pointer_at(self, address: np.ndarray, constant: int) -> np.ndarray:
+        return self.pointers[self.block, uniform(address) + constant]
+
+    def load_words(
+        self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray | None, constant: int = 0
+    ) -> tuple[np.ndarray, ...]:
+        return super().load_words(ref.view(np.uint8), offset, count, predicate, constant)
+
+    def store_words(
+        self, ref: np.ndarray, offset: np.ndarray, words: Sequence[np.ndarray], predicate: np.ndarray
+    ) -> None:
+        self.store_bytes(ref.view(np.uint8), 2 * offset, words, predicate)
+
+    @staticmethod
+    def bits(number: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(number, np.float32).view(np.int32)
 
     def poll(
         self,
@@ -48,12 +74,28 @@ class SimulatedResidentWarp(SimulatedWideWarp):
         self.together.wait()
 
 
-def simulate(x: np.ndarray, norms: Sequence[np.ndarray], weights: Sequence[np.ndarray], plan: Chain) -> np.ndarray:
-    """What the kernel returns; arrays as `chain` takes them."""
-    plan.check()
-    out = np.full(plan.hidden, np.nan, np.float32)
-    flat = [np.ascontiguousarray(a).reshape(-1) for a in (x, *norms, *weights)]
-    arguments = Arguments(flat[3:], flat[1:3], flat[0], np.zeros(plan.places[-1], np.int64), out)
+def simulate(
+    plan: Plan,
+    x: np.ndarray,
+    layers: Sequence[Sequence[np.ndarray]],
+    page_table: np.ndarray,
+    position: int,
+    cos: np.ndarray,
+    sin: np.ndarray,
+) -> np.ndarray:
+    """What `pallas_kernels.resident.api.run` returns; `layers` as `Plan.kinds` has them, the pools changed in place."""
+    out = np.full(x.size, np.nan, x.dtype)
+    flat = [[array.reshape(-1) for array in arrays] for arrays in layers]
+    arguments = Arguments(
+        x.reshape(-1),
+        page_table.astype(np.int32),
+        np.array([position], np.int32),
+        cos.reshape(-1),
+        sin.reshape(-1),
+        flat,
+        np.zeros(plan.words["end"], np.int64),
+        out,
+    )
     barriers = Barriers()
     together = [threading.Barrier(plan.warps, timeout=60) for _ in range(plan.blocks)]
 
@@ -62,4 +104,4 @@ def simulate(x: np.ndarray, norms: Sequence[np.ndarray], weights: Sequence[np.nd
         run_layers(w, plan, arguments, w.integer(block))
 
     run_cluster(plan.blocks, plan.warps + 1, plan.shared_bytes, program)
-    return out
+    return out.reshape(x.shape)

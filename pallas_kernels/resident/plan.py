@@ -133,8 +133,17 @@ class Plan:
         return self.heads_start + self.warps * self.query_rows * HEAD_DIM * 4
 
     @property
-    def table_start(self) -> int:
+    def angles_start(self) -> int:
+        """cos, then sin, float32 [tokens, HEAD_DIM / 2]."""
         return self.stats_start + self.warps * self.query_rows * 8
+
+    @property
+    def angles_bytes(self) -> int:
+        return self.tokens * HEAD_DIM // 2 * 4
+
+    @property
+    def table_start(self) -> int:
+        return self.angles_start + 2 * self.angles_bytes
 
     @property
     def pointers_start(self) -> int:
@@ -189,8 +198,8 @@ class Plan:
                 return f"a multiprocessor's part of {matrix.kind} does not fit into its registers"
         if self.blocks % self.kv_heads or self.slices not in (16, 32):
             return f"{self.kv_heads} KV heads do not divide the context into 16 or 32 slices"
-        if self.query_rows % 2 or self.query_rows * HEAD_DIM > 32 * self.warps:
-            return f"a KV head has {self.query_rows} query rows; it takes 2 or {32 * self.warps // HEAD_DIM}"
+        if self.query_rows not in (2, 4):
+            return f"a KV head has {self.query_rows} query rows; it takes 2 or 4"
         if self.slots < LEAST_SLOTS:
             return f"{self.layers} layers and {self.pages_per_row} pages leave no room in shared memory"
         return None
