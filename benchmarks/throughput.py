@@ -45,7 +45,8 @@ def options_for(arguments: argparse.Namespace) -> dict[str, Any]:
         "prefill_tile": arguments.tile,  # prompts fill calls whatever their lengths: padding is half a tile each
         "prefill_lengths": tuple(max(arguments.tile, longest * rows) for rows in (1, 2, 4, 8)),
         "decode_stall_tokens": 256 * longest,  # throughput, not latency: prompts first
-        "decode_rows": tuple(sorted({max(1, batch * eighths // 8) for eighths in range(1, 9)})),
+        "decode_rows": tuple(sorted({max(1, batch // 2), batch})),
+        "decode_order": "longest",  # nobody reads along: all end together, and no step has few rows
         "prefix_cache": False,  # as for vLLM
         "sampling": (ji.SamplingParams(temperature=0.6),),
     }
@@ -102,6 +103,7 @@ def main() -> None:
         "requests": arguments.requests,
         "longest": arguments.longest,
         "policy": "all at once",
+        "decode_order": llm.engine.config.decode_order,
     }
     rate = {
         "output_tokens_per_s": (sum(outputs) / fastest, "tok/s"),

@@ -77,6 +77,7 @@ class Simulation:
     def round(self) -> None:
         """Plans, dispatches, reads what the round before dispatched."""
         scheduler = self.scheduler
+        seated, num_changes = set(scheduler.running), scheduler.num_changes
         waiting, running = list(scheduler.waiting), list(scheduler.running)
         was_ready = [sequence for sequence in running if sequence.wants_decode]
         if self.chunks:
@@ -122,6 +123,8 @@ class Simulation:
         if dispatched:
             self.in_flight.append(dispatched)
         self.check_pages()
+        # The engine asks this number whether those with a slot, and so what the sampler has to do, are still the same.
+        assert scheduler.num_changes - num_changes >= len(seated ^ set(scheduler.running))
 
     def start(self, sequence: Sequence, dispatched: list) -> None:
         index = sequence.num_generated
@@ -191,7 +194,8 @@ ALL_RULES = st.fixed_dictionaries(
         "max_prefill_tokens": st.sampled_from([16, 32, 64]),
         "prefill_lengths": st.sampled_from([(4, 8, 16), (8,), (16,)]),
         "stall_tokens": st.sampled_from([1, 16, 40]),
-        "decode_order": st.sampled_from(["shortest", "arrival"]),
+        "decode_order": st.sampled_from(["shortest", "arrival", "longest"]),
+        "decode_rows": st.sampled_from([(1, 3, 5), (2, 5), (5,)]),
         "policy": st.sampled_from(["separate", "mixed"]),
     }
 )
@@ -264,6 +268,29 @@ def test_shortest_or_earliest_first_and_nobody_passed_over_for_long() -> None:
                 gaps[sequence] = 0 if sequence in simulation.plans[-1].decode else gaps[sequence] + 1
                 assert gaps[sequence] <= MAX_SKIPS + 3
         assert all(sequence.num_generated > 10 for sequence in sequences)
+
+
+def test_longest_first_ends_together_in_steps_of_as_few_rows_as_that_takes() -> None:
+    """Eight sequences of 5 to 65 tokens, programs of 4 and 8 rows: as many chunks as the longest needs, none of one
+    row, and of 8 rows only as many as all the others need beside it."""
+    lengths = (65, 5, 35, 53, 20, 59, 41, 62)
+    rules = dataclasses.replace(
+        RULES,
+        max_sequences=8,
+        max_decode_batch=8,
+        max_prefill_tokens=96,
+        stall_tokens=96,
+        decode_order="longest",
+        decode_rows=(4, 8),
+    )
+    simulation = simulate(rules, 400)
+    for length in lengths:
+        simulation.submit([1] * 4, length)
+    simulation.run()
+    sizes = [len(plan.decode) for plan in simulation.plans if plan.decode]
+    assert len(sizes) <= -(-max(lengths) // 3)
+    assert min(sizes[:-2]) >= 4
+    assert sum(size > 4 for size in sizes) < len(sizes) / 2
 
 
 def test_long_prompt_comes_in_pieces_between_decode_chunks() -> None:
