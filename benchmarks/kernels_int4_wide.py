@@ -39,14 +39,14 @@ CASES = [
 
 
 TURNS: dict[str, Any] = {"turns": True}
-BROAD: dict[str, Any] = {"tokens": 128, "tiles": 2, "slices": 4, "cluster": 2, "blocks": 132, "turns": True}
+ALL: dict[str, Any] = {"tokens": 256, "tiles": 1, "slices": 1, "cluster": 4, "blocks": 112, "turns": False}
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
     (16, "up", [{"tokens": 16, "tiles": 1, "slices": 1, "cluster": c, "blocks": 112} for c in (2, 4)]),
-    (256, "qkv", [{}, TURNS]),
-    (256, "down", [BROAD]),
+    (256, "up", [ALL, ALL | TURNS]),
+    (256, "qkv", [{}, ALL | {"warpgroups": 1}]),
+    (256, "down", [ALL | {"slices": 4, "cluster": 2, "blocks": 132}]),
+    (512, "qkv", [ALL]),
     (256, "gate_up", [TURNS]),
-    (512, "qkv", [TURNS]),
-    (128, "o", [{}]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}

@@ -101,6 +101,7 @@ def test_scales_of_more_bits_than_bfloat16(kind: str, dtype: type) -> None:
         (20, 72, WideSchedule(24, warpgroups=1, stages=3)),
         (100, 136, WideSchedule(56, warpgroups=1, tiles=2, stages=2)),
         (139, 80, WideSchedule(72, stages=2, cluster=2, blocks=2)),
+        (140, 64, WideSchedule(144, warpgroups=1, stages=2)),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -356,6 +357,8 @@ def test_unpacking_on_the_gpu(out_features: int, in_features: int, group_size: i
         WideSchedule(64, cluster=4, stages=7, blocks=16),
         WideSchedule(32, tiles=2, slices=2, stages=4),
         WideSchedule(128, cluster=2, stages=5, blocks=16),
+        WideSchedule(200, cluster=2, stages=3, blocks=16, turns=True),
+        WideSchedule(200, warpgroups=1, cluster=4, stages=3, blocks=16),
         WideSchedule(64, tiles=2, cluster=4, stages=6, blocks=16),
         WideSchedule(128, tiles=2, stages=4, blocks=16),
         WideSchedule(64, cluster=2, stages=8, blocks=16, turns=True),

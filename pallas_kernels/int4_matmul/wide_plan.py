@@ -11,8 +11,12 @@ STAGE = 128
 """Inputs that travel at a time: two tiles."""
 LINE = 64 * 2 + 16
 """Bytes from one token to the next where sums become lines: 64 results, and room that puts tokens into other banks."""
-LINES = 64
-"""Tokens whose results become lines at a time."""
+LINES, FEW_LINES = 64, 16
+"""Tokens whose results become lines at a time; beside tiles of so many tokens that stages leave no more room."""
+MANY_TOKENS = 128
+"""Most tokens of a tile beside which there is room for LINES."""
+DIRECT_ROWS = 64
+"""Up to so many rows each thread writes its own results."""
 PRODUCERS = 128
 """Threads that fetch: one warpgroup."""
 
@@ -172,7 +176,7 @@ class WidePlan:
         """Whether results of 16 bits are written as whole lines, through shared memory, and not by each thread."""
         if self.result_order is not None:
             return True
-        return self.rows > LINES and self.schedule.slices == 1 and self.results % 8 == 0
+        return self.rows > DIRECT_ROWS and self.schedule.slices == 1 and self.results % 8 == 0
 
     # Shared memory, in bytes: the stages, two barriers for each, and the warpgroups' lines. A stage is x [16 pieces of
     # 8 inputs, token, 16 bytes], the words [strip, tile, bytes], and the scales and offsets [strip, segment, 16].
@@ -215,9 +219,13 @@ class WidePlan:
         return self.empty_barriers + 8 * self.schedule.stages
 
     @property
+    def lines(self) -> int:
+        return LINES if self.schedule.tokens <= MANY_TOKENS else FEW_LINES
+
+    @property
     def lines_bytes(self) -> int:
         """One warpgroup's."""
-        return LINES * LINE if self.by_lines else 0
+        return self.lines * LINE if self.by_lines else 0
 
     @property
     def shared_bytes(self) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pallas_kernels.int4_matmul.mosaic import Arguments
 from pallas_kernels.int4_matmul.packing import STRIP
-from pallas_kernels.int4_matmul.wide_plan import LINE, LINES, STAGE, Part, WidePlan
+from pallas_kernels.int4_matmul.wide_plan import LINE, STAGE, Part, WidePlan
 
 
 def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
@@ -72,12 +72,12 @@ def store_ordered(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, 
 def through_lines(
     w: Any, plan: WidePlan, dtype: str, sums: Any, buffer: Any, write: Callable[[int, int], None]
 ) -> None:
-    """Puts sums into shared memory as lines, LINES tokens at a time, and has them written: `write(first, count)`."""
+    """Puts sums into shared memory as lines, some tokens at a time, and has them written: `write(first, count)`."""
     tokens = plan.schedule.tokens
     # Rows of 8 x 8 matrices are tokens: lanes 0-7 point to those of the strip's first 8 features, 8-15 to the others.
     mine = buffer + w.lane % 8 * LINE + w.lane // 8 % 2 * 16 + w.warp % 4 * (2 * STRIP)
-    for first in range(0, tokens, LINES):
-        count = min(LINES, tokens - first)
+    for first in range(0, tokens, plan.lines):
+        count = min(plan.lines, tokens - first)
         for block in range(count // 8):
             values = sums[(first + 8 * block) // 2 :][:4]
             words = [w.pack(values[i], values[i + 1], dtype) for i in (0, 2)]
