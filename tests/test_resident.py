@@ -69,22 +69,11 @@ def arrays(plan: Plan, pages: int) -> tuple[np.ndarray, list[list[np.ndarray]]]:
 
     layers = []
     for _ in range(plan.layers):
-        pools = [
-            random.standard_normal((pages, plan.kv_heads, plan.page_size, HEAD_DIM)).astype(BF16) for _ in range(2)
-        ]
+        size = (pages, plan.kv_heads, plan.page_size, HEAD_DIM)
+        pools = [random.standard_normal(size).astype(BF16) for _ in range(2)]
         qk = [norm(HEAD_DIM), norm(HEAD_DIM)] if plan.qk_norm else []
-        layers.append(
-            [
-                weight(plan.qkv, plan.hidden),
-                weight(plan.hidden, plan.queries),
-                weight(2 * plan.ff, plan.hidden),
-                weight(plan.hidden, plan.ff),
-                norm(plan.hidden),
-                norm(plan.hidden),
-                *qk,
-                *pools,
-            ]
-        )
+        weights = [weight(m.parts * m.outputs, m.inputs) for m in plan.matrices]
+        layers.append([*weights, norm(plan.hidden), norm(plan.hidden), *qk, *pools])
     return random.standard_normal((plan.tokens, plan.hidden)).astype(BF16), layers
 
 
@@ -112,11 +101,18 @@ def test_simulated_step(tokens: int, position: int, qk_norm: bool) -> None:
 def test_shapes_that_do_not_divide_are_refused_with_the_reason() -> None:
     def refusal(**changes: Any) -> str:
         sizes = {"hidden": 1024, "q_heads": 16, "kv_heads": 8, "ff": 3072, "pages_per_row": 256} | changes
-        fixed = {"layers": 28, "tokens": 1, "page_size": 16, "scale": 0.09, "norm_eps": 1e-6, "qk_norm": True}
+        fixed: dict[str, Any] = {
+            "layers": 28,
+            "tokens": 1,
+            "page_size": 16,
+            "scale": 0.09,
+            "norm_eps": 1e-6,
+            "qk_norm": True,
+        }
         return str(Plan(**fixed, **sizes).refusal())
 
     assert refusal() == "None"  # Qwen3-0.6B
     assert "qkv has 2688 outputs" in refusal(q_heads=15, kv_heads=3)
-    assert "more than" in refusal(hidden=8192)
+    assert "more than" in refusal(ff=8192)
     assert "registers" in refusal(hidden=2048, ff=4096)
     assert "shared memory" in refusal(pages_per_row=1 << 15)
