@@ -100,7 +100,13 @@ def test_simulated_step(tokens: int, position: int, qk_norm: bool) -> None:
 
 def test_shapes_that_do_not_divide_are_refused_with_the_reason() -> None:
     def refusal(**changes: Any) -> str:
-        sizes = {"hidden": 1024, "q_heads": 16, "kv_heads": 8, "ff": 3072, "pages_per_row": 256} | changes
+        sizes: dict[str, Any] = {
+            "hidden": 1024,
+            "q_heads": 16,
+            "kv_heads": 8,
+            "ff": 3072,
+            "pages_per_row": 256,
+        } | changes
         fixed: dict[str, Any] = {
             "layers": 28,
             "tokens": 1,
