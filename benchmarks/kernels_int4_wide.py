@@ -40,12 +40,13 @@ CASES = [
 
 TURNS: dict[str, Any] = {"turns": True}
 ALL: dict[str, Any] = {"tokens": 256, "tiles": 1, "slices": 1, "cluster": 4, "blocks": 112, "turns": False}
+THREE: dict[str, Any] = {"tokens": 128, "warpgroups": 3, "tiles": 1, "slices": 1, "cluster": 2, "blocks": 132}
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (16, "up", [{"tokens": 16, "tiles": 1, "slices": 1, "cluster": c, "blocks": 112} for c in (2, 4)]),
+    (16, "up", [{"tokens": 16, "tiles": 1, "slices": 1, "cluster": 2, "blocks": 112}]),
     (256, "up", [ALL, ALL | TURNS]),
     (256, "qkv", [{}, ALL | {"warpgroups": 1}]),
     (256, "down", [ALL | {"slices": 4, "cluster": 2, "blocks": 132}]),
-    (512, "qkv", [ALL]),
+    (512, "qkv", [{}, THREE, THREE | TURNS]),
     (256, "gate_up", [TURNS]),
 ]
 """Changes to the schedules that tuning chooses."""
