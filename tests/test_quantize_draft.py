@@ -10,6 +10,7 @@ import pytest
 
 import jaxinfer as ji
 import jaxinfer.cli
+from checkpoints import progress
 from jaxinfer.quantization import pair
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.pair import continued
@@ -73,7 +74,7 @@ def test_what_is_no_pair_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the target writes a token."""
     target = ji.load(families.BY_NAME["llama"].folder)
     written = []
-    monkeypatch.setattr(pair, "generate", lambda *given: written.append(given))
+    monkeypatch.setattr(pair, "stream", lambda *given: written.append(given))
     windows = Windows(np.full((2, 16), 7, np.int32), np.full((1, 16), 7, np.int32), "sevens")
     eight = uniform("eight", Precision(8))
     unknown = Plan((*eight.rules, Rule(("nope",), Precision(8))), "wrong")
@@ -98,14 +99,47 @@ def test_what_is_no_pair_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ji.quantize_draft(target, "a path", "int4")
 
 
+def test_what_can_be_told_without_weights_is_told_before_they_are_read(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = (str(families.BY_NAME[name].folder) for name in ("llama", "qwen2"))
+    monkeypatch.setattr(pair, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    windows = Windows(np.full((2, 16), 7, np.int32), np.full((1, 16), 7, np.int32), "sevens")
+    eight, out = uniform("eight", Precision(8)), tmp_path / "out"
+    unknown = Plan((Rule(("nope",), Precision(8)),), "wrong")
+    for plan, options, other, message in (
+        (unknown, {}, target, "wrong: no weight is named nope"),
+        (eight, {"promote_above": -1.0}, target, r"promote_above is -1\.0; expected a share"),
+        (eight, {"dtype": "float7"}, target, "float7"),
+        (eight, {"calibration": Windows(windows.calibration + 500, windows.evaluation, "far")}, target, "far"),
+        (eight, {}, draft, "it has 112 tokens, the target 96"),
+        (eight, {}, str(tmp_path / "nowhere"), "nowhere"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            pair.write_draft(other, target, plan, out, **{"calibration": windows, **options})
+    assert not out.exists()
+
+
+def test_writing_shows_its_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Counted in tokens: the rows of a batch end together."""
+    monkeypatch.setattr(progress, "is_watched", lambda: True)
+    monkeypatch.setattr(pair, "stream", lambda *_: [SimpleNamespace(prompt_index=0, token_ids=[1, 2])] * 4)
+    target = ji.load(families.BY_NAME["llama"].folder)
+    continued(target, np.zeros((1, 16), np.int32), seed=0, progress=True)
+    printed = capsys.readouterr().err
+    assert "llama writes" in printed and "0/8 [" in printed and "token/s" in printed
+    continued(target, np.zeros((1, 16), np.int32), seed=0)
+    assert not capsys.readouterr().err
+
+
 def test_rows_of_the_largest_seed_go_on_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
 
     def noted(model: object, prompts: list[list[int]], params: list[ji.SamplingParams]) -> list[SimpleNamespace]:
         seeds.extend(one.seed for one in params)
-        return [SimpleNamespace(prompt_token_ids=prompt, token_ids=[1]) for prompt in prompts]
+        return [SimpleNamespace(prompt_index=index, token_ids=[1]) for index in range(len(prompts))]
 
-    monkeypatch.setattr(pair, "generate", noted)
+    monkeypatch.setattr(pair, "stream", noted)
     target = ji.load(families.BY_NAME["llama"].folder)
     assert continued(target, np.zeros((3, 2), np.int32), seed=2**64 - 1).tolist() == [[0, 1]] * 3
     assert seeds == [2**64 - 1, 0, 1]

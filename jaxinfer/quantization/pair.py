@@ -6,12 +6,15 @@ import os
 import pathlib
 import typing
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from jaxinfer.generation import generate
-from jaxinfer.model import Model, load
+from checkpoints.progress import is_watched, progress_bar
+from jaxinfer.config import ModelConfig
+from jaxinfer.generation import stream
+from jaxinfer.model import Model, load, weights_dtype_for
 from jaxinfer.quantization.api import CalibrationText, dense_pieces, quantize, windows_for
 from jaxinfer.quantization.calibrated import check_request
 from jaxinfer.quantization.calibration import Windows
@@ -19,9 +22,11 @@ from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.quantization.quality import head_of, head_statistics, joined, row_batches, whole_rows
 from jaxinfer.quantization.report import Agreement, PairReport, QuantizationReport
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.speculative.compatibility import check_model, check_tokens
+from jaxinfer.source import open_source
+from jaxinfer.speculative.compatibility import WithTokens, check_model, check_tokens
 from jaxinfer.store.create import STORE_DTYPE, save
 from jaxinfer.store.unfinished import check_free
+from jaxinfer.tokenization import Tokenizer
 
 PROMPT_TOKENS = 32
 """Of each window, what the target continues."""
@@ -50,25 +55,52 @@ def quantize_draft(
     """
     check_model(draft, "quantize_draft: the draft")
     check_model(target, "quantize_draft: the target")
-    check_tokens(target, draft)
     plan = resolve(plan, "plan=")
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**64:
         raise ValueError(f"seed is {seed!r}; expected a whole number from 0 to 2**64 - 1")
     seed = int(seed)  # NumPy's would overflow below
     dense_pieces(draft)  # for its errors
+    windows = _checked(draft, target, plan, calibration, promote_above)
+    progress = is_watched() if progress is None else progress
+    written = Windows(
+        continued(target, windows.calibration, seed, progress=progress),
+        continued(target, windows.evaluation, seed + len(windows.calibration), progress=progress),
+        f"what {target.name} writes after {windows.source}",
+    )
+    before = agreement(draft, target, written.evaluation, progress=progress)
+    made = quantize(draft, plan, calibration=written, promote_above=promote_above, progress=progress)
+    assert made.quantization is not None
+    pair = PairReport(target.name, before, agreement(made, target, written.evaluation, progress=progress))
+    return dataclasses.replace(made, quantization=dataclasses.replace(made.quantization, pair=pair))
+
+
+def _checked(
+    draft: WithTokens,
+    target: WithTokens,
+    plan: Plan,
+    calibration: CalibrationText | None,
+    promote_above: object,
+) -> Windows:
+    """The windows that the target will continue. Raises ValueError for all that can be told without the weights."""
+    check_tokens(target, draft)
     shorter = min(target.config, draft.config, key=lambda config: config.max_position_embeddings)
     windows = windows_for(calibration, target.tokenizer, shorter)
     check_request(draft.config, plan, windows, promote_above)
-    written = Windows(
-        continued(target, windows.calibration, seed),
-        continued(target, windows.evaluation, seed + len(windows.calibration)),
-        f"what {target.name} writes after {windows.source}",
-    )
-    before = agreement(draft, target, written.evaluation)
-    made = quantize(draft, plan, calibration=written, promote_above=promote_above, progress=progress)
-    assert made.quantization is not None
-    pair = PairReport(target.name, before, agreement(made, target, written.evaluation))
-    return dataclasses.replace(made, quantization=dataclasses.replace(made.quantization, pair=pair))
+    return windows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unread:
+    """What is known of a model before its weights are read."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+
+
+def _unread(path_or_name: str | os.PathLike[str], progress: bool) -> _Unread:
+    with open_source(path_or_name, progress=progress) as source:
+        return _Unread(os.fspath(path_or_name), source.config, source.tokenizer)
 
 
 def write_draft(
@@ -85,18 +117,23 @@ def write_draft(
     """`quantize_draft` of a checkpoint into a store, for a target of another. Both fit the device at once.
 
     What is not packed in the store is bfloat16, unless `dtype` is another. Raises FileExistsError for an `out` that
-    exists, and what `load` and `quantize_draft` raise.
+    exists, and what `load` and `quantize_draft` raise, before any weight is read where it can be told.
     """
     check_free(pathlib.Path(out).expanduser())
+    dtype = weights_dtype_for(STORE_DTYPE if dtype is None else dtype)
+    progress = is_watched() if progress is None else progress
+    windows = _checked(_unread(draft, progress), _unread(target, progress), plan, calibration, promote_above)
     large = load(target, progress=progress)
-    small = load(draft, dtype=STORE_DTYPE if dtype is None else dtype, packed=False, progress=progress)
-    options = {"calibration": calibration, "promote_above": promote_above, "progress": progress}
+    small = load(draft, dtype=dtype, packed=False, progress=progress)
+    options = {"calibration": windows, "promote_above": promote_above, "progress": progress}
     made = quantize_draft(small, large, plan, **options)
     save(made, out)
     return made.quantization
 
 
-def continued(model: Model, windows: Int32[np.ndarray, "rows tokens"], seed: int) -> Int32[np.ndarray, "rows tokens"]:
+def continued(
+    model: Model, windows: Int32[np.ndarray, "rows tokens"], seed: int, *, progress: bool = False
+) -> Int32[np.ndarray, "rows tokens"]:
     """The windows with all but their first tokens written by the model. Rows have seeds that follow one another."""
     rows, length = windows.shape
     kept = min(PROMPT_TOKENS, max(1, length // 2))
@@ -104,18 +141,30 @@ def continued(model: Model, windows: Int32[np.ndarray, "rows tokens"], seed: int
         return windows
     options = {"max_tokens": length - kept, "temperature": 1.0, "ignore_eos": True}
     params = [SamplingParams(seed=(seed + row) % 2**64, **options) for row in range(rows)]
-    outputs = generate(model, windows[:, :kept].tolist(), params)
-    return np.array([[*output.prompt_token_ids, *output.token_ids] for output in outputs], np.int32)
+    written = windows[:, :kept].tolist()
+    deltas = stream(model, windows[:, :kept].tolist(), params)
+    total, name = rows * (length - kept), pathlib.Path(model.name).name
+    with progress_bar(total=total, unit="token", desc=f"{name} writes", shown=progress, leave=False) as bar:
+        for delta in deltas:
+            written[delta.prompt_index].extend(delta.token_ids)
+            bar.update(len(delta.token_ids))
+    return np.array(written, np.int32)
 
 
-def agreement(draft: Model, target: Model, windows: Int32[np.ndarray, "rows tokens"]) -> Agreement | None:
+def agreement(
+    draft: Model, target: Model, windows: Int32[np.ndarray, "rows tokens"], *, progress: bool = False
+) -> Agreement | None:
     """How far two models of the same tokens agree on rows of token ids; None on none."""
     statistics = []
-    for batch in row_batches(windows):
-        tokens = jnp.asarray(batch)
-        hidden = [whole_rows(model.params, tokens, config=model.config) for model in (draft, target)]
-        heads = [head_of(model.params) for model in (draft, target)]
-        statistics.append(head_statistics(*hidden, *heads, tokens, config=draft.config, original_config=target.config))
+    batches = list(row_batches(windows))
+    with progress_bar(total=len(batches), unit="batch", desc="Comparing", shown=progress, leave=False) as bar:
+        for batch in batches:
+            tokens = jnp.asarray(batch)
+            hidden = [whole_rows(model.params, tokens, config=model.config) for model in (draft, target)]
+            heads = [head_of(model.params) for model in (draft, target)]
+            configs = {"config": draft.config, "original_config": target.config}
+            statistics.append(jax.block_until_ready(head_statistics(*hidden, *heads, tokens, **configs)))
+            bar.update()
     if not statistics:
         return None
     _, _, divergence, _, shared = joined(statistics)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import steps
+from jaxinfer.config import ModelConfig
 from jaxinfer.model import Model
 from jaxinfer.request import Prompt, encode_prompt
 from jaxinfer.tokenization import Tokenizer
@@ -30,7 +31,21 @@ def check_model(model: object, what: str) -> None:
         raise ValueError(f"{what} is {given}; expected a model from jaxinfer.load")
 
 
-def check_tokens(target: Model, draft: Model) -> None:
+@typing.runtime_checkable
+class WithTokens(typing.Protocol):
+    """A model, or what is known of one before its weights are read."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+
+def check_tokens(target: WithTokens, draft: WithTokens) -> None:
     """Raises ValueError, naming what differs, unless both models' ids stand for the same tokens.
 
     Rows of the embedding beyond the tokenizer's ids are padding and may differ in number. Without tokenizers only the
