@@ -82,6 +82,37 @@ def test_a_rehearsal_in_the_middle_of_serving_changes_no_token() -> None:
         assert [tuple(tokens) for tokens in said.values()] == [output.token_ids for output in cases.expected()]
 
 
+def test_warmup_rehearses_on_a_gpu_what_it_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only there, only programs that are new; and the engine survives a rehearsal that is broken off."""
+    with cases.engine() as engine:
+        runner = engine._runner
+        assert runner is not None
+        engine.warmup(progress=False)  # so that nothing is compiled for a platform that is not there
+        new = list(runner.programs.expected())[:2]
+        rehearsed: list[list[Size]] = []
+        rehearse = runner.rehearse
+
+        def record(sizes: list[Size]) -> None:
+            rehearsed.append(sizes)
+            if len(rehearsed) == 2:
+                runner.cache.keys[0].delete()  # as a program that was stopped leaves it
+                raise KeyboardInterrupt
+            rehearse(sizes)
+
+        monkeypatch.setattr(runner, "rehearse", record)
+        monkeypatch.setattr(runner.programs, "warmup", lambda **_: new)
+        engine.warmup(progress=False)
+        assert rehearsed == []
+        with monkeypatch.context() as on_a_gpu:
+            on_a_gpu.setattr(jax, "default_backend", lambda: "gpu")
+            engine.warmup(progress=False)
+            assert rehearsed == [new]
+            with pytest.raises(KeyboardInterrupt):
+                engine.warmup(progress=False)
+        outputs = engine.generate(PROMPTS[:1], PARAMS[:1], progress=False)
+        assert outputs[0].token_ids == cases.expected()[0].token_ids
+
+
 def test_programs_of_several_rows_are_for_short_pieces() -> None:
     """Four rows of 2048 tokens keep a device no busier than one does: there is no program for them."""
     config = dataclasses.replace(
@@ -110,6 +141,9 @@ def test_rows_that_a_call_would_compute_anyway_are_given_to_shorter_pieces() -> 
 
     # Three of 9 to 16 tokens are more than half a call, whose last row goes to the next longest; one alone is not.
     assert calls(3, 16, 9, 7, 12) == [(4, 16, [16, 12, 9, 7]), (1, 4, [3])]
+    # Two fill half a call of four, which is not more than half: each is computed alone.
+    assert calls(16, 15) == [(1, 16, [16]), (1, 16, [15])]
+    assert calls(16, 15, 14) == [(4, 16, [16, 15, 14])]
     assert calls(16, 3, 4, 2, start=4) == [(1, 16, [16]), (4, 4, [4, 3, 2])]
     assert calls(5, 6, 7, 8, 8, 1) == [(4, 8, [8, 8, 7, 6]), (1, 8, [5]), (1, 4, [1])]
 
