@@ -79,7 +79,7 @@ class Model:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Description:
     """What a checkpoint says of itself. `tensors` are those of its files, under their own names and types.
 
@@ -91,6 +91,19 @@ class Description:
     tokenizer: Tokenizer | None
     tensors: Mapping[str, TensorInfo]
     mismatch: Mismatch | None
+
+    def __repr__(self) -> str:
+        """One line: a configuration and all tensors fill a screen, and are a field each."""
+        kinds = " and ".join(sorted({tensor.dtype for tensor in self.tensors.values()}))
+        size = shown_bytes(sum(tensor.nbytes for tensor in self.tensors.values()))
+        files = f"{len(self.tensors)} tensors in {size}, {kinds}" if self.tensors else "no tensors"
+        tokenizer = "no tokenizer" if self.tokenizer is None else f"{self.tokenizer.num_tokens:,} tokens"
+        return (
+            f"Description({str(self.path)!r}, {self.config.model_type}, "
+            f"{_shown_count(num_parameters(self.config))} parameters in {len(self.config.layers)} layers, context "
+            f"{self.config.max_position_embeddings:,}, {tokenizer}, {files}"
+            f"{', which do not fit' if self.mismatch else ''})"
+        )
 
 
 def _shown_count(number: int) -> str:

@@ -26,7 +26,7 @@ import checkpoints.formats.codes
 from checkpoints.errors import CheckpointError
 from jaxinfer.generation import generate, logits
 from jaxinfer.layers.linear import linear
-from jaxinfer.model import _shown_count, load
+from jaxinfer.model import _shown_count, inspect, load
 from jaxinfer.params import canonical_shapes, num_parameters
 from jaxinfer.sampling_params import SamplingParams
 from pallas_kernels.int4_matmul import PackedInt4, PackedInt8
@@ -374,7 +374,7 @@ are joined, 50."""
 
 MEASURE = """
 import json, sys, jax, numpy
-from jaxinfer.model import _shown_count, load
+from jaxinfer.model import _shown_count, inspect, load
 from jaxinfer.params import canonical_shapes
 
 def status(field):
@@ -474,3 +474,15 @@ def test_a_model_shows_itself_in_one_line():
     assert re.fullmatch(r"Model\('.*llama', llama, [\d,]+ parameters in [\d.]+ kB, float32 and int4\)", repr(packed))
     assert _shown_count(134_515_008) == "134.5 million"
     assert _shown_count(8_030_261_248) == "8.03 billion"
+
+
+def test_repr_of_a_description_is_one_line(tmp_path: pathlib.Path):
+    path = str(CASE.folder)
+    assert repr(inspect(CASE.folder, progress=False)) == (
+        f"Description({path!r}, llama, 21,664 parameters in 2 layers, context 128, no tokenizer, 21 tensors in 43.3 kB, "
+        "BF16)"
+    )
+    tensors = stored() | {"model.norm.weight": np.zeros(3, np.float32)}
+    assert repr(inspect(write(tmp_path / "other", tensors), progress=False)).endswith("BF16 and F32, which do not fit)")
+    (tmp_path / "other" / "model.safetensors").unlink()
+    assert repr(inspect(tmp_path / "other", progress=False)).endswith("no tokenizer, no tensors)")
