@@ -479,8 +479,8 @@ def test_a_model_shows_itself_in_one_line():
 def test_repr_of_a_description_is_one_line(tmp_path: pathlib.Path):
     path = str(CASE.folder)
     assert repr(inspect(CASE.folder, progress=False)) == (
-        f"Description({path!r}, llama, 21,664 parameters in 2 layers, context 128, no tokenizer, 21 tensors in 43.3 kB, "
-        "BF16)"
+        f"Description({path!r}, llama, 21,664 parameters in 2 layers, context 128, no tokenizer, "
+        "21 tensors in 43.3 kB, BF16)"
     )
     tensors = stored() | {"model.norm.weight": np.zeros(3, np.float32)}
     assert repr(inspect(write(tmp_path / "other", tensors), progress=False)).endswith("BF16 and F32, which do not fit)")
