@@ -116,7 +116,7 @@ def test_results_of_16_bits(rows: int, out_features: int, schedule: WideSchedule
     ("rows", "results", "group_size", "run", "schedule"),
     [
         (20, 128, 128, 2, WideSchedule(24, warpgroups=1, tiles=2, stages=2)),
-        (73, 256, 16, 1, WideSchedule(40, tiles=2, stages=2, cluster=2, blocks=2)),
+        (41, 256, 16, 1, WideSchedule(24, tiles=2, stages=2, cluster=2, blocks=2)),
     ],
 )
 def test_gated_results_in_the_order_of_the_next_product(rows, results, group_size, run, schedule) -> None:
