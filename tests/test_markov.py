@@ -5,6 +5,8 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import markov
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from markov import EOS, chain
 
 import jaxinfer.batch
 from jaxinfer.batch import Batch, Limits
-from jaxinfer.generation import generate, stream
+from jaxinfer.generation import generate, logits, stream
 from jaxinfer.model import Model, load
 from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import SamplingParams
@@ -336,6 +338,18 @@ def test_k1_a_row_with_nan_ends_with_an_error_and_hurts_no_other(temperature: fl
 def test_k1_nan_in_the_head_is_an_error_for_all():
     outputs = generate(markov.with_nan_logit(LADDER, 50), [[5], [6]], greedy())
     assert [(output.finish_reason, output.token_ids) for output in outputs] == [("error", ())] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_k1_logits_are_capped_once_and_in_float32(dtype: str):
+    """30 * tanh(120 / 30) = 29.98 for a logit of 120. Next to that bfloat16 has 30 and 29.875 alone; twice is 22.83."""
+    model = markov.model({token: token + 1 for token in range(60)}, scale=15.0)  # times sqrt(VOCAB) = 8
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.params)
+    config = dataclasses.replace(model.config, logits_softcap=30.0)
+    capped = dataclasses.replace(model, params=params, config=config, dtype=jnp.dtype(dtype))
+    found = np.asarray(logits(capped, [[5]]))
+    assert found.dtype == np.float32
+    assert found[0, 0, 6] == pytest.approx(29.98, abs=2e-3)
 
 
 def test_k1_nan_in_the_embedding_of_padding_hurts_nobody():

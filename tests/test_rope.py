@@ -101,6 +101,7 @@ def test_records_cover_every_kind() -> None:
 
 
 def test_llama_3_2_keeps_15_pairs_blends_3_and_divides_14() -> None:
+    """Trap J1, in its own numbers."""
     plain = 500000.0 ** -(np.arange(0, 64, 2) / 64)
     ratio = plain / inverse_frequencies(LLAMA_3_2, 100)
     np.testing.assert_allclose(ratio[:15], 1.0, rtol=1e-6)
@@ -188,6 +189,7 @@ def test_rotation_multiplies_complex_pairs(rng: np.random.Generator, rotary_dim:
 
 @pytest.mark.parametrize("position", [255, 257, 4095, 32767])
 def test_bfloat16_activations_lose_nothing_to_the_angles(rng: np.random.Generator, position: int) -> None:
+    """Trap J3: phase, cosine and sine are float32 whatever the model's dtype."""
     x = jnp.asarray(rng.standard_normal((1, 1, 2, 128)), jnp.bfloat16)
     cos, sin = rope_tables(DEFAULT, jnp.array([[position]], jnp.int32), jnp.array([40000], jnp.int32))
     rotate = jax.jit(apply_rope, static_argnums=(3, 4))

@@ -39,6 +39,7 @@ def save(path: Path, tensors: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 7), (2, 3, 4), (1024, 1031)])
 def test_every_dtype_is_read_bit_for_bit(tmp_path, rng, dtype, shape):
+    """Trap I3: through both ways to read, BF16 and arrays of more than 1 MB included."""
     array = random_bits(rng, dtype, shape)
     save(tmp_path / "model.safetensors", {"w": array})
     folder = SafetensorsFolder(tmp_path)
