@@ -221,6 +221,12 @@ def test_budgets_in_bytes_bits_and_plans():
     )  # 200 bytes in 16 bits are 100 weights
     assert found.propose("int4").num_bytes == 50
     assert found.propose(75).counts == {"int8": 1, str(COARSE): 1}
+    by_gptq = found.propose(75, method="gptq")
+    coarse = dataclasses.replace(COARSE, method="gptq")
+    assert by_gptq.plan.precision("layers.0.o_proj") == coarse
+    assert by_gptq.counts == {"int8": 1, str(coarse): 1}
+    assert str(by_gptq).startswith("least loss in 75, gptq: 75 bytes, KL ")
+    assert "as measured, less expected of gptq; weights: " in str(by_gptq) and "rtn" not in str(by_gptq)
     assert found.evaluate("int4").counts == {str(COARSE): 2}
     assert found.propose(PRESETS["int8"]).divergence == 2.0
     left = found.propose("1GB").plan
@@ -286,7 +292,10 @@ def test_heat_map_and_table(found: Sensitivity, tmp_path: pathlib.Path):
     drawn = np.asarray(maps[0].images[0].get_array())
     assert drawn.shape == (2, 7)
     row = found.names.index("layers.1.down_proj")
-    assert drawn[1, 6] == pytest.approx(np.log10(found.divergences[row, 0]))
+    assert drawn[1, 6] == pytest.approx(found.divergences[row, 0])
+    (bar,) = [axes for axes in figure.axes if axes not in maps]
+    assert bar.get_ylabel().endswith("nats") and bar.get_yscale() == "log"
+    assert [label.get_text() for label in maps[0].get_yticklabels()] == ["0", "1"]
     picture = found._repr_png_()
     assert picture is not None
     assert picture.startswith(b"\x89PNG")

@@ -1,7 +1,6 @@
 """`jaxinfer sensitivity MODEL`: what each weight's precision costs, and the plan of least loss in a given room."""
 
 import argparse
-import dataclasses
 import re
 from collections.abc import Sequence
 
@@ -29,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
     calibration = None if options.calibration is None else Calibration.from_files(options.calibration)
     shown = not options.quiet
     model = load(options.model, dtype=options.dtype, packed=False, progress=shown)
-    unmeasured(model, precisions, measure_head=options.head).propose(options.budget, joined=not options.separate)
+    wanted = {"joined": not options.separate, "method": options.method}
+    unmeasured(model, precisions, measure_head=options.head).propose(options.budget, **wanted)
     found = sensitivity(
         model,
         calibration,
@@ -39,9 +39,7 @@ def run(options: argparse.Namespace) -> int:
         quick=options.quick,
         progress=shown,
     )
-    proposal = found.propose(options.budget, joined=not options.separate)
-    if options.method is not None:
-        proposal = dataclasses.replace(proposal, plan=proposal.plan.by_method(options.method))
+    proposal = found.propose(options.budget, **wanted)
     if options.heat_map is not None:
         found.plot(options.heat_map)
     if options.plan is not None:

@@ -98,6 +98,10 @@ class Precision:
             return {"fp8": "fp8", "rtn": "int8"}.get(self.method, f"int8 {self.method}")
         return f"int{self.bits} g{self.group_size}{' symmetric' if self.symmetric else ''} {self.method}"
 
+    def by_method(self, method: str) -> "Precision":
+        """The same, its codes chosen by another method if they have 4 bits or fewer."""
+        return self if self.bits > 4 else dataclasses.replace(self, method=method)
+
     def promoted(self) -> "Precision":
         """The next more exact one: 2, 3, 4 bits of the same kind, then int8, then 16 bits."""
         if self.bits < 4:
@@ -159,10 +163,7 @@ class Plan:
 
     def by_method(self, method: str) -> "Plan":
         """The same plan, its codes of 4 bits and fewer chosen by another method."""
-        rules = (
-            rule if rule.precision.bits > 4 else Rule(rule.weights, dataclasses.replace(rule.precision, method=method))
-            for rule in self.rules
-        )
+        rules = (Rule(rule.weights, rule.precision.by_method(method)) for rule in self.rules)
         return Plan(tuple(rules), f"{self.name}, {method}")
 
     def to_mapping(self) -> dict[str, Any]:
