@@ -67,6 +67,7 @@ class Way:
     at_once: bool = False
     hinted: dict[str, int] = dataclasses.field(default_factory=dict)
     norm_hinted: bool = False
+    pace: int = 0
 
 
 SPLIT: list[bool] = []
@@ -79,6 +80,7 @@ WAYS = [
     Way("early o", 46.0, early={"o": 3}),
     Way("early o, qkv", 44.5, early=IDLE),
     Way("hinted o, qkv", 45.2, hinted={"o": 2, "qkv": 3}),
+    Way("hinted o slowly", 46.0, hinted={"o": 2}, pace=60),
     Way("early o, qkv; one of the others", 43.5, early=IDLE | {"gate_up": 1, "down": 1}),
     Way("early o, qkv; hinted one of the others", 43.7, early=IDLE, hinted={"gate_up": 1, "down": 1}),
     Way("early o with 4 MB of gate_up, qkv", 43.7, early=IDLE, ahead={"o": 1}, at_once=True),
@@ -98,7 +100,11 @@ def schedules_of(way: Way, rows: int) -> dict[str, Schedule]:
             )
             schedule = dataclasses.replace(tuning.plan_for(rows, weight, fusion=fusion).schedule, early=0)
         schedules[name] = dataclasses.replace(
-            schedule, early=way.early.get(name, 0), hinted=way.hinted.get(name, 0), norm_hinted=way.norm_hinted
+            schedule,
+            early=way.early.get(name, 0),
+            hinted=way.hinted.get(name, 0),
+            norm_hinted=way.norm_hinted,
+            pace=way.pace,
         )
     return schedules
 

@@ -76,5 +76,11 @@ def hint(w: Any, plan: Plan, weights: Weights, slice_: Any, stream: Any, strip: 
         if itemsize:
             size = STRIP * itemsize
             arrays.append((array, plan.groups * size, plan.segments * size))
+    if plan.schedule.pace:
+        one = w.lane < 1
+        inside = one & (w.integer(strip) < stream.count)
+        for array, stride, nbytes in arrays:
+            w.prefetch(array, place * stride + (slice_ * plan.schedule.warps + w.warp) * nbytes, nbytes, inside)
+        return
     for array, stride, nbytes in arrays:
         w.prefetch(array, place * stride + team * (TEAM * nbytes), TEAM * nbytes, one)

@@ -70,8 +70,17 @@ def ask_early(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None
         stream.fill(0, plan.schedule.early)
     if plan.schedule.norm_hinted and a.norm is not None:
         w.prefetch(a.norm, stream.first_tile * (4 * COLUMNS), 4 * plan.warp_columns, w.lane < 1)
-    for strip in range(plan.schedule.hinted):
-        hint(w, plan, a.weights, slice_, stream, strip)
+
+    def hints() -> None:
+        for strip in range(plan.schedule.hinted):
+            if plan.schedule.pace:
+                w.sleep((w.warp + 1 if strip == 0 else w.integer(plan.schedule.warps)) * plan.schedule.pace)
+            hint(w, plan, a.weights, slice_, stream, strip)
+
+    if plan.schedule.pace:
+        w.when(block < plan.blocks_per_slice - 32, hints)
+    else:
+        hints()
     if a.ahead is not None and a.ahead.next.at_once:
         a.ahead.ask(w, plan, slice_, block)
 

@@ -24,6 +24,7 @@ class Schedule:
     and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py. `early` strips of the `depth` are asked for
     before the kernel before this one has ended, which is for weights that no kernel of the program writes;
     `hinted` strips come into the L2 cache by then, which is for any weight, and, where `norm_hinted`, a norm's weights.
+    `pace`: nanoseconds between what two warps ask for so, in all blocks but the last 32.
     """
 
     warps: int = 16
@@ -37,6 +38,7 @@ class Schedule:
     early: int = 0
     hinted: int = 0
     norm_hinted: bool = False
+    pace: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

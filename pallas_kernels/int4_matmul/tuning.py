@@ -43,10 +43,9 @@ def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion
 
 
 def _may_be_scaled(plan: Plan, weight: Packed) -> bool:
-    """Only what has run on a GPU: more groups, kinds and surroundings would do. 16 rows were not faster."""
-    around = plan.fusion == PLAIN or (plan.rows == 1 and plan.fusion.gated and plan.fusion.norm_eps is not None)
-    measured = plan.bits == 4 and weight.kind == "zero_point" and plan.group_size == PART
-    return measured and around and plan.rows <= max(SCALED_SHAPES)
+    """Only what has run on a GPU: more groups would do. 16 rows were not faster."""
+    measured = plan.bits == 4 and weight.kind != "code_book" and plan.group_size in (32, PART)
+    return measured and plan.rows <= max(SCALED_SHAPES)
 
 
 @functools.cache
