@@ -57,6 +57,8 @@ class SpeculativeBatch(Batch):
         decode, first = first_token(logits, decode, variant=self.variant)
         state = self._speculative_state(decode)
         self.speculative_state = self._catch_up(state, from_empty=True)
+        if max(request.max_tokens for request in self.requests) > 1:
+            self.in_flight.append(self._dispatch_next())  # it runs while the first tokens are read
         yield from self._read(first)
         read_at = time.perf_counter()
         while any(not request.finished for request in self.requests):
@@ -95,7 +97,9 @@ class SpeculativeBatch(Batch):
     def _dispatch_next(self) -> InFlight:
         """Starts a chunk behind those in flight."""
         running = [request for request in self.requests if not request.finished]
-        context = max(len(request.prompt) + len(request.token_ids) for request in running)
+        # The first tokens exist, though the host may not have read them yet.
+        known = [max(1, len(request.token_ids)) for request in running]
+        context = max(len(request.prompt) + count for request, count in zip(running, known, strict=True))
         num_drafted = self.controller.choose(context)
         if num_drafted and self.unseen:
             self.speculative_state = self._catch_up(self.speculative_state, from_empty=False)
@@ -103,7 +107,8 @@ class SpeculativeBatch(Batch):
         most = sum(entry.num_steps * (entry.num_drafted + 1) for entry in self.in_flight)
         most += num_steps * (num_drafted + 1)
         reach = max(
-            len(request.prompt) + min(len(request.token_ids) + most, request.max_tokens) - 1 for request in running
+            len(request.prompt) + min(count + most, request.max_tokens) - 1
+            for request, count in zip(running, known, strict=True)
         )
         active = np.zeros(self.size, bool)
         active[: len(self.requests)] = [not request.finished for request in self.requests]
