@@ -40,9 +40,9 @@ def config(policy: str, arguments: argparse.Namespace) -> ji.EngineConfig:
         max_decode_batch=arguments.batch,
         max_context=arguments.longest * 2,
         max_prefill_tokens=arguments.prefill_tokens,
-        prefill_lengths=tuple(arguments.longest >> shift for shift in reversed(range(4))),
+        prefill_lengths=(arguments.longest >> 3, arguments.longest >> 1),
         prefill_rows=(1,),
-        decode_rows=tuple(sorted({min(8, arguments.batch), max(1, arguments.batch // 2), arguments.batch})),
+        decode_rows=(arguments.batch,),
         decode_stall_ms=arguments.stall_ms,
         policy="mixed" if policy == "mixed" else "separate",
         prefix_cache=False,
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, default=0.8, help="synthetic: the chance of each drafted token")
     parser.add_argument("--readers", type=int, default=32, help="for --interference")
     parser.add_argument("--seconds", type=float, default=20.0, help="during which requests arrive")
-    parser.add_argument("--longest", type=int, default=2048, help="prompt, a multiple of 1024")
+    parser.add_argument("--longest", type=int, default=2048, help="prompt, a multiple of 512")
     parser.add_argument("--batch", type=int, default=128, help="sequences decoded at once")
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="of prompts in one round")
     parser.add_argument("--stall-ms", type=float, default=30.0, help="longest that decoding waits for prefill")
