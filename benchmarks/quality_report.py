@@ -1,17 +1,24 @@
-"""The measured table of docs/quantization.md: what each plan keeps of the original, on one text and one device."""
+"""The measured tables of docs/quantization.md: what each plan keeps of the original, on one text and one device; what a
+decode step takes by it; and how long a packed model takes to load."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.harness import ROOT
 
 DOCUMENT = ROOT.parent / "docs" / "quantization.md"
-BEGIN, END = "<!-- written by `make performance` -->", "<!-- end of what is written -->"
+BEGIN, END = "<!-- written by `make performance`: {name} -->", "<!-- end of what is written -->"
 BASELINE = "int4"
 LEAST_TOKENS = 100_000
 """Of a text that plans are compared on; records of shorter ones were first tries."""
 
 HEADER = ("weights", "MB", "perplexity", "KL mean", "KL 99 %", "same best", "gap closed", "seconds")
+
+
+DECODED = {"model": "llama-3-8b", "kv": "bfloat16", "prompt": 128, "output": 257}
+BATCHES = (1, 16)
+FIRST = ("bfloat16", "int4", "seed-mixed")
+"""The rows of the table of decoding, in order; others follow."""
 
 
 def gap_closed(perplexity: float, original: float, baseline: float) -> float:
@@ -32,8 +39,72 @@ def table(plans: Mapping[str, Mapping[str, float]], original_size: float | None 
         row = (f"{found['size']:.1f}", f"{found['perplexity']:.2f}", f"{found['kl_mean']:.4f}")
         rest = (f"{found['kl_p99']:.3f}", f"{100 * found['agreement']:.1f} %", closed, f"{found['seconds']:.0f}")
         rows.append((name, *row, *rest))
-    lines = ["| " + " | ".join(row) + " |" for row in (HEADER, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(HEADER), *lines[1:]])
+    return markdown(HEADER, rows)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+
+
+def decoding(records: Iterable[Mapping]) -> str:
+    """Steps of the 8B shape with each kind of weights that was measured at all `BATCHES`, the newest record of each, of
+    the device that has most. Raises ValueError if there is none."""
+    devices: dict[str, dict[tuple[str, int], dict[str, Mapping]]] = {}
+    for record in records:
+        case = record["case"]
+        if record["benchmark"] == "decode" and DECODED.items() <= case.items() and case.get("batch") in BATCHES:
+            cases = devices.setdefault(record["device"], {})
+            cases.setdefault((case["weights"], case["batch"]), {})[record["metric"]] = record
+    if not devices:
+        raise ValueError("no record of benchmarks.decode --model llama-3-8b; run it first")
+    device, cases = max(devices.items(), key=lambda item: len(item[1]))
+    kinds = dict.fromkeys([*FIRST, *(weights for weights, _ in cases)])
+    rows, commits = [], {}
+    for weights in kinds:
+        found = [cases.get((weights, batch), {}) for batch in BATCHES]
+        if all("tokens_per_s" in metrics for metrics in found):
+            values = [(f"{m['tokens_per_s']['value']:,.0f}", f"{m['ms_per_step']['value']:.2f}") for m in found]
+            rows.append((weights, *(value for pair in values for value in pair)))
+            commits |= dict.fromkeys(metrics["tokens_per_s"]["commit"] for metrics in found)
+    header = ("weights", *(f"{what}, batch {batch}" for batch in BATCHES for what in ("tokens/s", "ms a step")))
+    return f"{DECODED['model']}, random weights, {device}, commit {', '.join(commits)}:\n\n{markdown(header, rows)}"
+
+
+def loading(records: Iterable[Mapping]) -> str:
+    """How long the largest packed model took to load, from safetensors and from its store, the newest record of each.
+
+    Empty if there is no record.
+    """
+    groups: dict[tuple[str, str, float], dict[tuple[str, str], dict[str, float]]] = {}
+    commits: dict[tuple[str, str, float], dict[str, None]] = {}
+    for record in records:
+        if record["benchmark"] == "store":
+            case = record["case"]
+            key = record["device"], case["shape"], case["gb"]
+            of = case.get("from", "store, again"), case.get("files", "")
+            groups.setdefault(key, {}).setdefault(of, {})[record["metric"]] = record["value"]
+            commits.setdefault(key, {})[record["commit"]] = None
+    if not groups:
+        return ""
+    device, shape, size = key = max(groups, key=lambda key: key[2])
+    rows = []
+    for (source, files), found in groups[key].items():
+        if "load_s" in found:
+            peaks = (f"{found[name]:.2f}" if name in found else "" for name in ("peak_host_gb", "peak_device_gb"))
+            rows.append((source, files, f"{found['load_s']:.1f}", f"{found['model_gb']:.2f}", *peaks))
+    shares = [
+        f"{found['share_of_plain_read']:.0%} of the rate of a plain read of its arrays where they are {files}"
+        for (_, files), found in groups[key].items()
+        if "share_of_plain_read" in found
+    ]
+    header = ("from", "files", "seconds", "model, GB", "peak on the host, GB", "peak on the device, GB")
+    about = f"{shape}, int4 in groups of 128, {size:.1f} GB, {device}, commit {', '.join(commits[key])}:"
+    loaded = (
+        f"\n\nLoaded again by a process that has compiled, the store comes at {' and '.join(shares)}." if shares else ""
+    )
+    return f"{about}\n\n{markdown(header, rows)}{loaded}"
 
 
 def section(records: Iterable[Mapping]) -> str:
@@ -56,16 +127,20 @@ def section(records: Iterable[Mapping]) -> str:
     return f"{model} on {tokens:,} tokens, {device}, commit {used}:\n\n{table(groups[key])}"
 
 
-def replaced(document: str, written: str) -> str:
-    """The document with what stands between its marks written anew. Raises ValueError for one without marks."""
-    before, begin, rest = document.partition(BEGIN)
+def replaced(document: str, name: str, written: str) -> str:
+    """The document with what stands between its marks of that name written anew. Raises ValueError for one without."""
+    mark = BEGIN.format(name=name)
+    before, begin, rest = document.partition(mark)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"docs/quantization.md has no {BEGIN} followed by {END}")
-    return f"{before}{BEGIN}\n\n{written}\n\n{END}{after}"
+        raise ValueError(f"docs/quantization.md has no {mark} followed by {END}")
+    return f"{before}{mark}\n\n{written}\n\n{END}{after}"
 
 
 def write(records: Iterable[Mapping]) -> None:
     """Brings docs/quantization.md up to date."""
-    DOCUMENT.write_text(replaced(DOCUMENT.read_text(encoding="utf-8"), section(records)), encoding="utf-8")
+    document, listed = DOCUMENT.read_text(encoding="utf-8"), list(records)
+    for name, written in (("quality", section(listed)), ("decoding", decoding(listed)), ("loading", loading(listed))):
+        document = replaced(document, name, written) if written else document
+    DOCUMENT.write_text(document, encoding="utf-8")
     print(f"wrote {DOCUMENT}")

@@ -6,10 +6,11 @@ python -m benchmarks.report
 
 import json
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from benchmarks import quality_report
 from benchmarks.harness import RESULTS, ROOT
+from benchmarks.quality_report import markdown
 
 DOCUMENT = ROOT.parent / "docs" / "performance.md"
 INTRODUCTION = """# Performance
@@ -34,12 +35,6 @@ def newest(records: Iterable[Record]) -> dict[tuple[str, str], dict[Case, dict[s
         cases = table.setdefault((record["device"], record["benchmark"]), {})
         cases.setdefault(tuple(record["case"].items()), {})[record["metric"]] = record
     return table
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines)
 
 
 def number(record: Record | None) -> str:
