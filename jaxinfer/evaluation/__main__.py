@@ -3,7 +3,12 @@
 python -m jaxinfer.evaluation run --model jaxinfer --model_args pretrained=smollm2-135m-instruct --tasks arc_easy
 """
 
-from lm_eval.__main__ import cli_evaluate
+import sys
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+except ImportError as error:
+    sys.exit(f"error: {error}; the harness comes with: pip install 'jaxinfer[eval]'")
 
 import jaxinfer.evaluation.lm_eval  # noqa: F401  (registers the model)
 
