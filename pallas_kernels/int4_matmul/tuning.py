@@ -31,6 +31,9 @@ With two that took 5.2 us (asynchronous copies: 4.5), with seven 10.3 (10.4) for
 two blocks a multiprocessor 9.5 (10.5) and 10.5 (11.5).
 """
 DIGITS_MAX_ROWS = 8
+ADDING_SLICES = 1.3
+"""Microseconds of the kernel that adds partial sums. Of a small matrix, such as the [1024, 3072] of a 0.6B model, that
+is more than what fewer blocks lose."""
 FUSED_MAX_ROWS = 8
 """Beyond, x is too much of what a block does: a norm in the kernel costs more there than the kernels it saves."""
 
@@ -81,12 +84,13 @@ def _fitted(plan: Plan, schedule: Schedule, resident: int) -> list[Plan]:
 
 
 def _waste(plan: Plan) -> float:
-    """Share of the time that blocks wait for the one with most strips, that inputs or blocks are missing, and that
+    """Microseconds beyond those that reading the weights at 3 TB/s takes: blocks wait for the one with most strips,
 
-    partial sums take: adding them is a kernel of about a microsecond.
+    inputs or blocks are missing, and partial sums are added by another kernel.
     """
     blocks = plan.blocks_per_slice
     idle = 1 - plan.result_strips / blocks / -(-plan.result_strips // blocks)
     ragged = 1 - plan.in_features / (plan.slices * plan.block_columns)
     missing = 1 - min(1.0, blocks * plan.slices / plan.schedule.blocks)
-    return idle + ragged + missing + (0.1 if plan.slices > 1 else 0.0)
+    reading = plan.in_features * plan.out_features * plan.bits / 8 / 3e6
+    return reading * (idle + ragged + missing) + (ADDING_SLICES if plan.slices > 1 else 0.0)
