@@ -40,7 +40,7 @@ def test_loads_from_safetensors_and_from_the_store() -> None:
     case = {"shape": "llama-3-8b", "weights": "int4 g128", "gb": 5.7}
     written = records("store", case | {"gb": 1.2, "files": "cold", "from": "store"}, load_s=1.0, model_gb=1.2)
     for source, seconds in (("safetensors", 9.04), ("store", 2.5)):
-        found = {"load_s": seconds, "model_gb": 5.7, "peak_host_gb": 0.3, "peak_device_gb": 5.81}
+        found: dict[str, Any] = {"load_s": seconds, "model_gb": 5.7, "peak_host_gb": 0.3, "peak_device_gb": 5.81}
         written += records("store", case | {"files": "cached", "from": source}, **found)
     written += records("store", case | {"files": "cached"}, share_of_plain_read=0.82)
     assert loading(written) == (
