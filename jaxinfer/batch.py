@@ -3,7 +3,6 @@
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 from collections.abc import Hashable, Iterator, Sequence
 
 import jax
@@ -18,6 +17,7 @@ from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState, compile_chunk, decode_chunk, first_token
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta
+from jaxinfer.program import program
 from jaxinfer.request import Request
 from jaxinfer.sampling_logprobs import Logprob, TokenLogprobs, logprob_tables
 from jaxinfer.sampling_state import SamplerVariant, build_sampling_state
@@ -327,9 +327,9 @@ class Batch:
         wanted = [self.requests[row].params.prompt_logprobs for row in group.rows]
         most = max((count for count in wanted if count is not None), default=None)
         if most is None:
-            logits, self.cache = steps.prefill(self.model.prompt_params, self.cache, *arguments, **options)
+            logits, self.cache = steps.outermost_prefill(self.model.prompt_params, self.cache, *arguments, **options)
             return logits
-        logits, scores, self.cache = steps.prefill_scored(
+        logits, scores, self.cache = steps.outermost_prefill_scored(
             self.model.prompt_params,
             self.cache,
             *arguments,
@@ -351,7 +351,7 @@ class Batch:
             request.prompt_tables += logprob_tables(targets, own, request.params.prompt_logprobs)
 
 
-@functools.partial(jax.jit, static_argnames=("num_tokens", "num_pages", "cache_dtype", "config"))
+@program(static_argnames=("num_tokens", "num_pages", "cache_dtype", "config"))
 def _begin(
     params: Params,
     rows: Int32[Array, "batch numbers"],

@@ -52,6 +52,10 @@ class LayerParams:
     down_bias: jax.Array | None = None
 
 
+LINEAR = ("qkv", "o", "gate_up", "down")
+"""A layer's weights that are products."""
+
+
 @typing.no_type_check
 @flax.struct.dataclass
 class Params:

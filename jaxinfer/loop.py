@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jaxinfer import decoder
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
+from jaxinfer.program import program
 from jaxinfer.sampling import sample
 from jaxinfer.sampling_logprobs import TokenLogprobs
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
@@ -73,7 +74,7 @@ def sample_first(
     return state, DecodedChunk(tokens, counted[0].astype(jnp.int32), failed[0], logprobs)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "variant", "num_steps"), donate_argnames=("cache", "state"))
+@program(static_argnames=("config", "variant", "num_steps"), donate_argnames=("cache", "state"))
 def decode_chunk(
     params: Params,
     cache: KVCache,

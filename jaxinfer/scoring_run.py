@@ -3,7 +3,6 @@
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator, Sequence
 
@@ -19,6 +18,7 @@ from jaxinfer.decoder import Params
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
 from jaxinfer.model import Model
+from jaxinfer.program import program
 from jaxinfer.scoring_plan import Run, TokenPair, build_forest, rows_for, schedule
 
 POOL_CALLS = 8
@@ -31,7 +31,7 @@ HEAD_BYTES = 1 << 28
 """Logits in memory at once, about: 523 rows of 128,256 words are enough to keep a GPU's tensor cores busy."""
 
 
-@functools.partial(jax.jit, static_argnames=("config", "head_rows", "from_empty"), donate_argnames="cache")
+@program(static_argnames=("config", "head_rows", "from_empty"), donate_argnames="cache")
 def prefill_targets(
     params: Params,
     cache: PagedKVCache,

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 from jaxinfer import decoder
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params, Stage
+from jaxinfer.program import Program
 from jaxinfer.sampling_logprobs import TokenLogprobs, token_logprobs
 from jaxinfer.tiers import KVCache, PageTable
 
@@ -125,6 +126,13 @@ def verify(
     token_positions = jnp.where(positions[:, None] >= 0, positions[:, None] + offsets, jnp.int32(-1))
     hidden, cache = _forward(params, cache, tokens, token_positions, page_table, config, context_lengths, "decode")
     return decoder.logits(params, hidden, config), cache
+
+
+outermost_prefill = Program(prefill, static_argnames=("config", "from_empty"), donate_argnames="cache")
+"""`prefill` as a program of its own, with the compiler's options for that."""
+outermost_prefill_scored = Program(
+    prefill_scored, static_argnames=("num_logprobs", "config", "from_empty"), donate_argnames="cache"
+)
 
 
 def _forward(

@@ -14,6 +14,7 @@ from jaxinfer.decoder import Params
 from jaxinfer.engine.rows import put_slots, take_slots
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState
+from jaxinfer.program import program
 from jaxinfer.speculative.loop import Method, SpeculativeState, StepCounts, rows_of, show_draft, spec_steps
 from jaxinfer.speculative.proposer import Proposer, Wanted
 
@@ -74,7 +75,7 @@ def seat_rows(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("proposer", "chunk", "from_empty"), donate_argnames="drafting")
+@program(static_argnames=("proposer", "chunk", "from_empty"), donate_argnames="drafting")
 def catch_up_rows(
     draft_params: Any,
     state: DecodeState,
@@ -100,7 +101,7 @@ def catch_up_rows(
     return put_draft(drafting, part, slots), part.decode.positions
 
 
-@functools.partial(jax.jit, static_argnames=("proposer", "wanted"), donate_argnames=("cache", "drafting"))
+@program(static_argnames=("proposer", "wanted"), donate_argnames=("cache", "drafting"))
 def draft_rows(
     draft_params: Any,
     cache: PagedKVCache,
@@ -120,9 +121,7 @@ def draft_rows(
     return cache, put_draft(drafting, dataclasses.replace(part, draft=draft), slots), proposal.tokens
 
 
-@functools.partial(
-    jax.jit, static_argnames=("method", "wanted", "num_steps"), donate_argnames=("cache", "state", "drafting")
-)
+@program(static_argnames=("method", "wanted", "num_steps"), donate_argnames=("cache", "state", "drafting"))
 def speculate_rows(
     params: Params,
     draft_params: Any,

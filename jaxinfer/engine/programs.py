@@ -203,8 +203,8 @@ class Programs:
             options = {"config": config, "context_lengths": ints(rows), "from_empty": size.from_empty}
             if size.kind == "prefill":
                 params = self._params if size.of_output else self._prompt_params
-                return steps.prefill.lower(params, self._cache, *batch, **options)
-            return steps.prefill_scored.lower(
+                return steps.outermost_prefill.lower(params, self._cache, *batch, **options)
+            return steps.outermost_prefill_scored.lower(
                 self._prompt_params,
                 self._cache,
                 *batch,

@@ -16,6 +16,7 @@ from jaxinfer.decoder import Params
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState, decode_steps, sample_first
+from jaxinfer.program import program
 from jaxinfer.sampling_state import LogitBias, MinTokens, Penalties, SamplerVariant, SamplingState
 
 STOP_PLACES = 16
@@ -84,7 +85,7 @@ def start_rows(
     return jax.tree.map(lambda whole, part: whole.at[slots].set(part, mode="drop"), state, rows), chunk
 
 
-@functools.partial(jax.jit, static_argnames=("config", "variant", "num_steps"), donate_argnames=("cache", "state"))
+@program(static_argnames=("config", "variant", "num_steps"), donate_argnames=("cache", "state"))
 def decode_rows(
     params: Params,
     cache: PagedKVCache,

@@ -153,7 +153,7 @@ def _int32(*shape: int) -> Any:
 
 def _prefill(config: ModelConfig, params: Params, cache: Any, work: Work, first: bool) -> int:
     rows, width = work.prefill_rows, pages_for(work.chunk if first else work.context)
-    lowered = steps.prefill.lower(
+    lowered = steps.outermost_prefill.lower(
         params,
         cache,
         _int32(rows, work.chunk),

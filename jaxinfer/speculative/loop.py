@@ -7,7 +7,6 @@ plain decoding.
 """
 
 import dataclasses
-import functools
 import typing
 from typing import Any
 
@@ -22,6 +21,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState
+from jaxinfer.program import Program, program
 from jaxinfer.sampling_logprobs import TokenLogprobs
 from jaxinfer.speculative.acceptance import DRAFT_STREAM, Acceptance, Proposal, Verdict, judge, stream_keys
 from jaxinfer.speculative.proposer import Proposer, Rows, Wanted, idle_safe
@@ -63,7 +63,7 @@ class Method:
     acceptance: Acceptance
 
 
-@functools.partial(jax.jit, static_argnames=("method", "wanted", "num_steps"), donate_argnames=("cache", "state"))
+@program(static_argnames=("method", "wanted", "num_steps"), donate_argnames=("cache", "state"))
 def spec_chunk(
     params: Params,
     draft_params: Any,
@@ -169,7 +169,7 @@ def show_draft(
     return dataclasses.replace(state, draft=draft)
 
 
-catch_up = jax.jit(show_draft, static_argnames=("proposer", "chunk", "from_empty"), donate_argnames="state")
+catch_up = Program(show_draft, static_argnames=("proposer", "chunk", "from_empty"), donate_argnames="state")
 
 
 def rows_of(state: SpeculativeState, page_table: Int32[Array, "batch pages"], with_logits: bool) -> Rows:

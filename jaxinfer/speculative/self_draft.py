@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.decoder import LayerParams
+from jaxinfer.decoder import LINEAR, LayerParams
 from jaxinfer.layers.linear import Weight
 from jaxinfer.model import Model
 from jaxinfer.packed_weights import device_layout
@@ -20,7 +20,6 @@ from jaxinfer.speculative.proposer import KeepsNothing
 from pallas_kernels.int4_matmul import PackedInt4, from_codes
 
 GROUP_SIZE = 64
-LINEAR = ("qkv", "o", "gate_up", "down")
 
 
 class SelfDraft(KeepsNothing):
