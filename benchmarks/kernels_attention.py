@@ -1,6 +1,6 @@
 """Paged attention on the GPU: is it right, and how close to the memory's speed is it?
 
-    python -m benchmarks.kernels_attention [--kv int8 float8_e4m3fn] [--tokens 4] [--parts check decode attention
+    python -m benchmarks.kernels_attention [--kv int8 float8_e4m3fn] [--tokens 4] [--parts check decode short attention
                                            prefill loops] [--seconds 75] [--results FOLDER]
 
 Checks the decode op's kernel against its reference first. Then times kernels by CUPTI, the L2 cache flushed before
@@ -48,6 +48,15 @@ DECODE: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(16, 256), [{}, {"splits": 1, "warps": 8, "depth": 2}]),
     (Shape(64, 256), [{}]),
 ]
+# What speculation runs for one sequence: plain decoding and verification of a target, and a draft's passes.
+FEW_TILES = [{}, *({"splits": splits, "warps": 4, "depth": 1} for splits in (8, 4)), {"splits": 4, "depth": 1}]
+SHORT: list[tuple[Shape, list[dict[str, Any]]]] = [
+    (Shape(1, 256, table=400), FEW_TILES),
+    (Shape(1, 256, table=400, tokens=5), FEW_TILES),
+    (Shape(1, 256, table=400, q_heads=16), FEW_TILES),
+    (Shape(1, 256, table=400, q_heads=16, tokens=2), FEW_TILES[:2]),
+    (Shape(16, 256, table=400, tokens=5), [{}, {"splits": 2}]),
+]
 ATTENTION: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(64, 4096), [{}]),
     (Shape(64, 4096, kv=INT8), [{}]),
@@ -66,7 +75,7 @@ ATTENTION: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(64, 2048, ragged=True, kv=INT8), [{}]),
 ]
 LOOPS = [Shape(1, 512), Shape(1, 2048), Shape(16, 256)]
-PARTS = ("check", "decode", "attention", "prefill", "loops")
+PARTS = ("check", "decode", "short", "attention", "prefill", "loops")
 
 
 def timing(
@@ -127,13 +136,13 @@ def main() -> None:
         return (not options.kv or kv in options.kv) and (not options.tokens or tokens in options.tokens)
 
     for case in CHECKS:
-        if "check" in options.parts and wanted(case.shape.kv):
+        if "check" in options.parts and wanted(case.shape.kv, case.shape.tokens):
             attempt(str(case), check, case)
     rate = read_rate()
     print(f"read rate {rate / 1e12:.2f} TB/s", flush=True)
     junk = jnp.ones(128 * 2**20, jnp.bfloat16)
-    for part, table in (("decode", DECODE), ("attention", ATTENTION)):
-        name = "decode_attention" if part == "decode" else "paged_attention"
+    for part, table in (("decode", DECODE), ("short", SHORT), ("attention", ATTENTION)):
+        name = "paged_attention" if part == "attention" else "decode_attention"
         for shape, schedules in table:
             if part not in options.parts or not wanted(shape.kv, shape.tokens):
                 continue
