@@ -78,9 +78,13 @@ def _awq_or_gptq(infos: Infos, context: Context) -> Opened:
     else:  # GPTQ packs along the inputs, so its codes are as wide as its scales
         is_awq = "g_idx" not in infos and infos["qweight"].shape[-1:] != infos["scales"].shape[-1:]
     if is_awq:
-        if bits not in (None, 4):
-            raise CheckpointError(f"{where}: AWQ with {bits} bits is not supported, only 4; {ORIGINAL}")
-        return Opened(awq.shape(infos, group, where), 4, lambda parts: awq.decode(parts, group, where))
+        shape = awq.shape(infos, group, where)
+        found = 4 if awq.is_gemv(infos) else awq.gemm_bits(infos["qweight"].shape[1], shape[0])
+        if bits not in (None, found):
+            raise CheckpointError(
+                f"{where}: AWQ with {bits} bits is not supported where a word has {32 // found} codes; {ORIGINAL}"
+            )
+        return Opened(shape, found, lambda parts: awq.decode(parts, group, where))
     version = 1 if announcement is None else announcement.gptq_version
     shape = gptq.shape(infos, bits, group, where)
     return Opened(

@@ -38,17 +38,17 @@ def pack_columns(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.ascontiguousarray(pack_rows(codes.T, bits).T)
 
 
-def awq_gemm(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> dict[str, np.ndarray]:
+def awq_gemm(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, bits: int = 4) -> dict[str, np.ndarray]:
     """codes [out, in], zeros and scales [out, groups]."""
+    order = {4: AWQ_ORDER, 8: (0, 2, 1, 3)}[bits]
+    count = len(order)
 
-    def interleave(values: np.ndarray) -> np.ndarray:  # [n, out] -> [n, out / 8]
-        return np.array(
-            [
-                [signed(sum(int(row[8 * c + AWQ_ORDER[j]]) << (4 * j) for j in range(8))) for c in range(len(row) // 8)]
-                for row in values
-            ],
-            np.int32,
-        )
+    def word(columns: np.ndarray) -> int:
+        return signed(sum(int(columns[order[field]]) << (bits * field) for field in range(count)))
+
+    def interleave(values: np.ndarray) -> np.ndarray:  # [n, out] -> [n, out / count]
+        words = [[word(row[first : first + count]) for first in range(0, len(row), count)] for row in values]
+        return np.array(words, np.int32)
 
     return {
         "qweight": interleave(codes.T),

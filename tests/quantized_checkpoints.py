@@ -78,9 +78,9 @@ def in_order(inputs: int) -> np.ndarray:
     return np.arange(inputs) // GROUP
 
 
-def awq_gemm(rng: np.random.Generator, out: int, inputs: int) -> tuple[Tensors, np.ndarray]:
-    weight = integers(4, rng, out, inputs)
-    return packing.awq_gemm(*weight), packing.values(*weight, in_order(inputs))
+def awq_gemm(rng: np.random.Generator, out: int, inputs: int, bits: int = 4) -> tuple[Tensors, np.ndarray]:
+    weight = integers(bits, rng, out, inputs)
+    return packing.awq_gemm(*weight, bits), packing.values(*weight, in_order(inputs))
 
 
 def awq_gemv(rng: np.random.Generator, out: int, inputs: int) -> tuple[Tensors, np.ndarray]:
@@ -236,6 +236,7 @@ FP4 = FP8 | {"num_bits": 4}
 
 FORMATS: dict[str, tuple[Encode, dict[str, Any]]] = {
     "awq gemm": (awq_gemm, AWQ | {"version": "gemm"}),
+    "awq 8 bits": (functools.partial(awq_gemm, bits=8), AWQ | {"bits": 8}),
     "awq gemv": (awq_gemv, AWQ | {"version": "GEMV"}),
     "gptq": (gptq(4, 1), GPTQ | {"checkpoint_format": "gptq"}),
     "gptq v2": (gptq(4, 2), GPTQ | {"checkpoint_format": "gptq_v2"}),

@@ -428,6 +428,13 @@ def test_bitsandbytes_in_8_bits_is_refused_by_its_tensors(tmp_path: pathlib.Path
         load(case.rewrite(tensors, config), progress=False)
 
 
+def test_awq_whose_words_hold_other_codes_than_it_says(tmp_path: pathlib.Path) -> None:
+    case = checkpoints_of.make("awq 8 bits", tmp_path)
+    config = case.config | {"quantization_config": checkpoints_of.AWQ}
+    with pytest.raises(CheckpointError, match=r"AWQ with 4 bits is not supported where a word has 4 codes; use the"):
+        load_params(case.rewrite(case.tensors, config))
+
+
 @pytest.mark.parametrize("name", ["awq gemm", "gptq", "packed int4", "nvfp4", "fp8 blocks", "nf4", "hqq"])
 def test_a_part_that_is_missing_or_too_many_is_named(name: str, tmp_path: pathlib.Path) -> None:
     case = checkpoints_of.make(name, tmp_path)

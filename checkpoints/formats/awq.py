@@ -4,10 +4,12 @@
     gemv  qweight int32 [out, in / 8], qzeros int32 [out, padded groups / 8], scales [out, padded groups]
 
 Nibble j of a gemm word is column `ORDER[j]` of its eight, in weights and zeros alike; gemv words are in order.
-The value is scale * (code - zero): nothing is added to the zero.
+The value is scale * (code - zero): nothing is added to the zero. AutoAWQ has no 8 bits; vLLM reads a gemm layout of
+them, with `ORDER_8` of four columns a word. How many a word has is told by the shapes.
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 
@@ -18,13 +20,19 @@ from checkpoints.formats.parts import check_group, expect
 from checkpoints.tensors import TensorInfo
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_PLACE = np.argsort(np.array(ORDER))
-"""Which nibble holds column 0, 1, ..., 7."""
+ORDER_8 = (0, 2, 1, 3)
+_PLACES = {4: np.argsort(np.array(ORDER)), 8: np.argsort(np.array(ORDER_8))}
+"""By number of bits: which field holds column 0, 1, ..."""
 
 
 def is_gemv(infos: Mapping[str, TensorInfo]) -> bool:
     """Whether the outputs run along the first axis: scales have as many rows as the codes."""
     return infos["qweight"].shape[:1] == infos["scales"].shape[:1]
+
+
+def gemm_bits(columns: int, out_features: int) -> Literal[4, 8]:
+    """The width of gemm codes in so many words a row: 8 where a word has four of them, else 4."""
+    return 8 if out_features == 4 * columns else 4
 
 
 def shape(infos: Mapping[str, TensorInfo], group_size: int | None, where: str) -> tuple[int, int]:
@@ -41,7 +49,8 @@ def shape(infos: Mapping[str, TensorInfo], group_size: int | None, where: str) -
         words = -(-words // multiple) * multiple
         wanted = {"qzeros": (out_features, words), "scales": (out_features, 8 * words)}
     else:
-        out_features, in_features = 8 * columns, rows
+        bits = gemm_bits(columns, infos["scales"].shape[1])
+        out_features, in_features = 32 // bits * columns, rows
         groups = infos["scales"].shape[0]
         check_group(in_features, groups, group_size, where)
         wanted = {"qzeros": (groups, columns), "scales": (groups, out_features)}
@@ -62,21 +71,24 @@ def decode(parts: Mapping[str, np.ndarray], group_size: int | None, where: str) 
     in_features, groups = qweight.shape[0], scales.shape[0]
     size = check_group(in_features, groups, group_size, where)
     out_features = scales.shape[1]
-    zeros = np.ascontiguousarray(_in_order(parts["qzeros"]).T)
+    bits = gemm_bits(qweight.shape[1], out_features)
+    per_word = 32 // bits
+    zeros = np.ascontiguousarray(_in_order(parts["qzeros"], bits).T)
     scales = np.ascontiguousarray(scales.T)
 
     def rows(start: int, stop: int) -> Codes:
-        first = start // 8
-        codes = _in_order(qweight[:, first : -(-stop // 8)])[:, start - 8 * first : stop - 8 * first]
-        return Codes(np.ascontiguousarray(codes.T), scales[start:stop], zeros[start:stop], None, 4, size)
+        first = start // per_word
+        here = slice(start - per_word * first, stop - per_word * first)
+        codes = _in_order(qweight[:, first : -(-stop // per_word)], bits)[:, here]
+        return Codes(np.ascontiguousarray(codes.T), scales[start:stop], zeros[start:stop], None, bits, size)
 
     return QuantizedTensor((out_features, in_features), rows)
 
 
-def _in_order(words: np.ndarray) -> np.ndarray:
-    """int32 [n, w] -> uint8 [n, 8 w] with the columns where they belong."""
-    nibbles = fields(words, 4).reshape(*words.shape, 8)
-    return nibbles[..., _PLACE].reshape(words.shape[0], -1)
+def _in_order(words: np.ndarray, bits: Literal[4, 8]) -> np.ndarray:
+    """int32 [n, w] -> uint8 [n, w * 32 // bits] with the columns where they belong."""
+    codes = fields(words, bits).reshape(*words.shape, 32 // bits)
+    return codes[..., _PLACES[bits]].reshape(words.shape[0], -1)
 
 
 def _decode_gemv(parts: Mapping[str, np.ndarray], group_size: int | None, where: str) -> QuantizedTensor:
