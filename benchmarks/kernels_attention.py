@@ -55,7 +55,7 @@ SHORT: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(1, 256, table=400, tokens=5), FEW_TILES),
     (Shape(1, 256, table=400, q_heads=16), FEW_TILES),
     (Shape(1, 256, table=400, q_heads=16, tokens=2), FEW_TILES[:2]),
-    (Shape(16, 256, table=400, tokens=5), [{}, {"splits": 2}]),
+    (Shape(16, 256, table=400, tokens=5), [{}, {"splits": 1}]),
 ]
 ATTENTION: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(64, 4096), [{}]),
