@@ -40,6 +40,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jaxinfer import batch as batches, kv_cache, loop, params, steps, tiers
 from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
+from jaxinfer.quantization.plan import resolve
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
 from jaxinfer.speculative.acceptance import Exact
 from jaxinfer.speculative.loop import Method, SpeculativeState, spec_chunk
@@ -47,7 +48,7 @@ from jaxinfer.speculative.model_draft import DraftCache, ModelProposer
 from jaxinfer.speculative.proposer import Wanted
 from pallas_kernels import dispatch
 
-program, batch, kv, backend = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+program, batch, kv, backend, plan = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
 os.environ["JAXINFER_KERNELS"] = backend
 if backend == "triton":
     import functools, jax_triton
@@ -76,7 +77,8 @@ def like(tree):
 def array(*shape, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 
-weights = like(jax.eval_shape(lambda: params.random_params(config, jnp.bfloat16, 0)))
+plan = None if plan == "none" else resolve(plan)
+weights = like(jax.eval_shape(lambda: params.random_params(config, jnp.bfloat16, 0, plan=plan)))
 rows, table = array(batch), array(batch, 64)
 if kv == "tiered":
     config = dataclasses.replace(config, layers=(*config.layers[:2], LayerConfig(rope, 100)))
@@ -113,8 +115,9 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = batches._begin.trace(weights, array(batch, 2048 + 2 + 128), **sizes, config=config)
     elif program == "move":
         traced = tiers.move_pages.trace(cache, array(64, 2), source="recent", target="int4")
-    elif program == "verify":
-        traced = steps.verify.trace(weights, cache, array(batch, 5), rows, table, config=config)
+    elif program.startswith("verify"):
+        tokens = int(program.partition("_")[2] or 5)
+        traced = steps.verify.trace(weights, cache, array(batch, tokens), rows, table, config=config)
     else:
         traced = steps.prefill.trace(
             weights, cache, array(batch, 128), rows, rows, table, config=config, from_empty=program == "first"
@@ -124,7 +127,16 @@ memory = compiled.memory_analysis()
 shapes = {leaf.shape for leaf in jax.tree.leaves(cache)}
 shape = "(?:" + "|".join(re.escape("[" + ",".join(map(str, shape)) + "]") for shape in shapes) + ")"
 text = compiled.as_text()
+
+# What a layer launches: its instructions, but for those inside of fusions.
+inside, where, launches = set(re.findall(r"fusion\\(.*calls=%?([\\w.-]+)", text)), "", 0
+for line in text.splitlines():
+    start = re.match(r"(?:ENTRY )?%?([\\w.-]+) .*{$", line)
+    where = start.group(1) if start else where
+    kernel = re.search(r" (?:fusion|custom-call|copy|scatter|gather)\\(.*/layer_1/", line)
+    launches += kernel is not None and where not in inside
 print(json.dumps({
+    "launches": launches,
     "slices": len(re.findall(r'custom-call\\([^)]*slice[^)]*\\), custom_call_target="mosaic', text)),
     "pools": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)),
     "aliased": memory.alias_size_in_bytes,
@@ -175,6 +187,16 @@ def test_kernels_get_no_slices_in_place() -> None:
     assert (facts["kernels"], facts["slices"], facts["copies"]) == (3, 0, 0)
 
 
+@pytest.mark.parametrize("tokens", [2, 5])
+def test_several_tokens_of_a_row_take_as_many_launches_as_one(tokens: int) -> None:
+    """With packed weights: five kernels a layer, which norm, multiply, rotate, append, attend and add between them."""
+    one, several = (
+        compile_program(program, 1, "bfloat16", "mosaic", "int4")["launches"]
+        for program in ("decode", f"verify_{tokens}")
+    )
+    assert one == several == 5
+
+
 def check_program(program: str, batch: int, kv: str, backend: str) -> int:
     """Compiles a program and checks what it does with the cache; gives the number of our kernels in it."""
     facts = compile_program(program, batch, kv, backend)
@@ -184,11 +206,11 @@ def check_program(program: str, batch: int, kv: str, backend: str) -> int:
     return facts["kernels"]
 
 
-def compile_program(program: str, batch: int, kv: str, backend: str) -> dict[str, int]:
-    """Compiles a program; gives what `COMPILE` prints of it."""
+def compile_program(program: str, batch: int, kv: str, backend: str, plan: str = "none") -> dict[str, int]:
+    """Compiles a program with weights as a plan has them; gives what `COMPILE` prints of it."""
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "JAXINFER_COMPILATION_CACHE": "off"}
     answer = subprocess.run(
-        [sys.executable, "-c", COMPILE, program, str(batch), kv, backend],
+        [sys.executable, "-c", COMPILE, program, str(batch), kv, backend, plan],
         input=H200,
         env=environment,
         capture_output=True,
