@@ -415,7 +415,7 @@ def test_g3_request_at_the_wall_of_the_pool() -> None:
         ({"sampling": ({},)}, "sampling holds something else than SamplingParams"),
         ({"memory_fraction": 0.0}, r"memory_fraction=0.0; expected a number in \(0, 1\]"),
         ({"prefill_lengths": (64, 32)}, r"prefill_lengths=\(64, 32\); expected ascending integers of at least 1"),
-        ({"decode_order": "longest"}, "decode_order='longest'; expected one of shortest, arrival"),
+        ({"decode_order": "newest"}, "decode_order='newest'; expected one of shortest, arrival, longest"),
         ({"policy": "both"}, "policy='both'; expected one of separate, mixed"),
         ({"decode_stall_ms": -1.0}, "decode_stall_ms=-1.0; expected a number above 0"),
         ({"sampling": ()}, r"sampling=\(\); give at least one SamplingParams"),

@@ -31,6 +31,11 @@ What a round does. Prompts wait in a queue, first come, first served; sequences 
 `generate` prompts go first. A chunk runs while the one before it is read: the host decides on stop strings and arrivals
 one chunk late. `policy="mixed"` is one queue in which prompts always go first, as a baseline to measure against.
 
+Batches. For throughput alone, `decode_order="longest"` decodes those with most of their `max_tokens` to come, as many
+as it takes for all to end together: no step has few rows, which would cost nearly what many do, but short answers come
+late. On a GPU with a kernel for prompts `prefill_tile` fills prefill calls with prompts of any lengths, and needs few
+programs for it.
+
 Speculation. `Engine(model, config, draft=ji.NgramDraft(k=4))`, a `ModelDraft`, a `SelfDraft`, or a `Speculation` with
 a policy of its own, turns decode chunks into ones that draft, verify and accept: the results stay what they are (greedy
 and seeded requests their tokens, others their distribution), preempted, forked and with cached prefixes too. Chunks
