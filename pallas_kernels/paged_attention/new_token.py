@@ -68,7 +68,7 @@ class Quad:
     codes: Any = None  # of a page: the four elements in a word, int4 with those that are head_dim / 2 further on
 
 
-QUADS = 6  # of a lane, read at the same time: about 20 registers each
+HEADS = 8  # that a warp reads at the same time: a lane has about 20 registers for each, while tiles are under way
 
 
 class NewTokens:
@@ -86,7 +86,8 @@ class NewTokens:
         self.heads = self.queries + 2 * self.tokens
         self.pieces = attention.head_dim // 4
         firsts = range(0, self.heads, attention.warps)
-        at_once = max(1, QUADS // -(-self.pieces // 32))
+        # Of wide heads a lane has two pieces, and their tiles take twice the room.
+        at_once = HEADS if self.pieces <= 32 else HEADS // 4
         self.turns = [firsts[start : start + at_once] for start in range(0, len(firsts), at_once)]
         self.first_turn = self._read_heads(self.turns[0])
 
