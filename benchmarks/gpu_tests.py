@@ -25,6 +25,7 @@ FILES = (
     "test_paged_prefill.py",
     "test_tiers.py",
     "test_memory.py",
+    "test_engine_results.py",
 )
 
 

@@ -3,15 +3,18 @@ prefixes."""
 
 import dataclasses
 import random
+from typing import Any
 
 import engine_cases as cases
 import families
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.engine.engine import Engine
-from jaxinfer.model import load
+from jaxinfer.model import Model, load
 from jaxinfer.outputs import Delta
+from jaxinfer.params import random_params
 
 PROMPTS = [ids for ids, _ in cases.REQUESTS]
 PARAMS = [row for _, row in cases.REQUESTS]
@@ -159,3 +162,29 @@ def test_more_completions_than_slots() -> None:
         assert len({completion.token_ids for completion in output.completions}) == 9
         # 30 tokens for the first; those after the fourth find all but the last 2 in the cache.
         assert 30 <= engine.metrics().prompt_tokens <= 30 + 5 * 2
+
+
+@pytest.mark.gpu
+def test_gpu_prompts_laid_into_calls_row_by_row() -> None:
+    """The kernel for prompts, which reads what other rows of its own call have written: the logits of whole prompts."""
+    layers = (LayerConfig(RopeConfig("default", 1e4, 64)),) * 2
+    config = ModelConfig("llama", 512, 500, 256, 512, 8, 2, 64, layers, 1024, 1e-5, attention_scale=0.125)
+    weights = random_params(config, jnp.bfloat16, 0)
+    model = Model(config, weights, None, jnp.dtype(jnp.bfloat16), "random")
+    row = cases.params(max_tokens=1, logprobs=20)
+    prompts = [
+        [(7 * place + number) % 500 for place in range(length)] for number, length in enumerate((5, 70, 33, 300))
+    ]
+
+    def tables(**options: Any) -> list[dict[int, float]]:
+        shape = {"num_pages": 257, "page_size": 16, "max_context": None, "max_prefill_tokens": 512}
+        with cases.engine(
+            model, sampling=(row,), prefill_lengths=(512,), prefill_rows=(1,), **shape, **options
+        ) as engine:
+            found = [output.completions[0].logprobs for output in engine.generate(prompts, row)]
+        return [{token: scored.logprob for token, scored in table.items()} for (table,) in found]
+
+    for mine, whole in zip(tables(prefill_tile=32), tables(), strict=True):
+        both = mine.keys() & whole.keys()
+        assert len(both) > 10
+        assert max(abs(mine[token] - whole[token]) for token in both) < 0.05
