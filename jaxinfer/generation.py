@@ -10,7 +10,7 @@ from checkpoints.progress import progress_bar
 from jaxinfer import kv_cache, steps, tiered_batch
 from jaxinfer.batch import PAGE_SIZE, Batch, Limits, bucket, cache_tokens, pool_pages
 from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
-from jaxinfer.model import Model
+from jaxinfer.model import Model, check_loaded
 from jaxinfer.outputs import Delta, RequestOutput
 from jaxinfer.request import Prompt, Request, encode_prompt, list_prompts, per_prompt
 from jaxinfer.sampling_params import SamplingParams
@@ -41,6 +41,7 @@ def generate(
     and a report): same results, several tokens a step. Greedy and seeded completions keep their tokens (in float32; in
     16 bits up to near-ties), unseeded ones their distribution.
     """
+    check_loaded(model)
     requests = requests_for(model, prompts, params)
     speculation = None if draft is None else as_speculation(draft)
     groups = _groups(model, requests, max_batch_size, speculation)
@@ -75,6 +76,7 @@ def stream(
 
     Arguments are checked when this is called, not when the first delta is asked for.
     """
+    check_loaded(model)
     speculation = None if draft is None else as_speculation(draft)
     return _run(model, _groups(model, requests_for(model, prompts, params), max_batch_size, speculation), speculation)
 
@@ -87,6 +89,7 @@ def logits(
     `token_ids` is int [batch, tokens], all rows of one length. Raises ValueError for ids outside the vocabulary, rows
     of different lengths, or more tokens than the context holds.
     """
+    check_loaded(model)
     try:
         tokens = np.asarray(token_ids)
     except ValueError:

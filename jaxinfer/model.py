@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import reprlib
 from collections.abc import Mapping
 
 import jax
@@ -114,6 +115,13 @@ def _shown_count(number: int) -> str:
     return f"{number:,}"
 
 
+def check_loaded(model: object) -> None:
+    """Raises ValueError for what is no loaded model: a name or a path, most likely."""
+    if not isinstance(model, Model):
+        what = f"jaxinfer.load({model!r})" if isinstance(model, str | os.PathLike) else "what jaxinfer.load returns"
+        raise ValueError(f"model={reprlib.repr(model)} is no loaded model; give {what}")
+
+
 def default_dtype() -> jnp.dtype:
     """bfloat16 on a GPU, float32 on a CPU."""
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
@@ -161,6 +169,8 @@ def load(
 
     Raises CheckpointError or ValueError, naming the file and the remedy, before anything large is allocated.
     """
+    if not isinstance(path_or_name, str | os.PathLike):
+        raise ValueError(f"path_or_name={reprlib.repr(path_or_name)}; expected the path or the name of a model")
     if kv_dtype is not None:
         kv_dtype = tiers.resolve(kv_dtype)
     if quantize is not None and packed is not None:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from checkpoints.progress import progress_bar
 from jaxinfer.batch import Limits
-from jaxinfer.model import Model
+from jaxinfer.model import Model, check_loaded
 from jaxinfer.request import Prompt, list_prompts
 from jaxinfer.scoring_plan import TokenPair
 from jaxinfer.scoring_run import Scored, run_pairs
@@ -67,6 +67,7 @@ def score(
     rounding. Everything is checked before anything runs: ValueError names the first pair that is empty, holds unknown
     ids or does not fit the context, whose last token needs no place. Scores of NaN are logged.
     """
+    check_loaded(model)
     pairs = encode_pairs(model, prompts, continuations)
     scores = dict(scored_pairs(model, pairs, progress=progress))
     return [scores[index] for index in range(len(pairs))]
@@ -82,6 +83,7 @@ def perplexity(
     4096; `stride` is half of it. Text is opened with BOS if the model's own rule says so. Raises ValueError for a text
     of fewer than two tokens and for sizes that do not fit.
     """
+    check_loaded(model)
     context = model.config.max_position_embeddings
     window = min(context, LONGEST_WINDOW) if window is None else window
     if not isinstance(window, int) or not 2 <= window <= context:

@@ -4,9 +4,11 @@ import ast
 import asyncio
 import importlib
 import importlib.metadata
+import inspect
 import pathlib
 import threading
 import tomllib
+from collections.abc import Callable
 
 import markov
 import pytest
@@ -47,6 +49,25 @@ def test_the_version_is_that_of_the_distribution() -> None:
 def test_no_module_hides_a_public_name() -> None:
     modules = {path.stem for path in SOURCE.parent.iterdir()}
     assert not modules & set(ji._MODULES)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: inspect.unwrap(ji.generate)(model, ["x"]),
+        lambda model: inspect.unwrap(ji.stream)(model, ["x"]),
+        lambda model: inspect.unwrap(ji.logits)(model, [[1]]),
+        lambda model: inspect.unwrap(ji.score)(model, "x", "y"),
+        lambda model: inspect.unwrap(ji.perplexity)(model, "x y"),
+        lambda model: inspect.unwrap(ji.Engine.__init__)(object.__new__(ji.Engine), model),
+    ],
+)
+def test_a_name_in_place_of_a_model_is_told_how_to_be_one(use: Callable[[object], object]) -> None:
+    """Without the tests' own checks of types, which would be first."""
+    with pytest.raises(ValueError, match=r"model='some/name' is no loaded model; give jaxinfer\.load\('some/name'\)"):
+        use("some/name")
+    with pytest.raises(ValueError, match=r"model=None is no loaded model; give what jaxinfer\.load returns"):
+        use(None)
 
 
 def test_generate_and_stream_inside_an_event_loop_and_a_thread() -> None:

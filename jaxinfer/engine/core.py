@@ -25,7 +25,7 @@ from jaxinfer.engine.scoring import Scorer
 from jaxinfer.engine.sequence import Sequence as Track
 from jaxinfer.engine.work import Result, Work
 from jaxinfer.generation import requests_for
-from jaxinfer.model import Model
+from jaxinfer.model import Model, check_loaded
 from jaxinfer.outputs import Delta, FinishReason
 from jaxinfer.request import Request
 from jaxinfer.scoring_plan import length_class
@@ -46,6 +46,7 @@ class EngineCore:
         Raises ValueError for a configuration that does not fit the model or the device, and for a draft that does not
         fit the model.
         """
+        check_loaded(model)
         self.config = config or EngineConfig()
         speculation = None if draft is None else as_speculation(draft)
         if speculation is not None:
