@@ -15,7 +15,7 @@ import numpy as np
 from simulated_int4_warp import DTYPES, SimulatedInt4Warp, flat_weights
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
-from pallas_kernels.int4_matmul import mosaic, wide, wide_arrange, wide_dequantize
+from pallas_kernels.int4_matmul import mosaic, wide, wide_arrange, wide_dequantize, wide_norm
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.wide_plan import TokenOrder, WidePlan, WideSchedule
 
@@ -321,25 +321,40 @@ def simulate_dequantize(weight: Packed) -> np.ndarray:
     return out.reshape(weight.shape)
 
 
-def simulate_arrange(
-    x: np.ndarray, plan: WidePlan, norm: np.ndarray | None = None, norm_eps: float = 0.0
-) -> np.ndarray:
-    """What the kernel that reorders x (bfloat16), and may normalise it, returns."""
+def simulate_arrange(x: np.ndarray, plan: WidePlan) -> np.ndarray:
+    """What the kernel that reorders x (bfloat16) returns."""
+
+    def program(w: SimulatedWideWarp, given: Any, out: np.ndarray, block: np.ndarray) -> None:
+        wide_arrange.reorder(w, plan, given, out, block)
+
+    return _image(x, plan, wide_arrange.blocks(plan), wide_arrange.WARPS, program)
+
+
+def simulate_normalise(
+    x: np.ndarray, plan: WidePlan, norm: np.ndarray, eps: float, partial: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel that normalises x (bfloat16) returns, and x with partial sums [slices, rows, inputs] added."""
+    slices, total = (0, x) if partial is None else (len(partial), np.full(x.shape, np.nan, BF16))
+    sums = None if partial is None else partial.reshape(-1)
+
+    def program(w: SimulatedWideWarp, given: Any, out: np.ndarray, block: np.ndarray) -> None:
+        wide_norm.normalise(w, plan, given, norm, sums, slices, eps, (out, total.reshape(-1)), block)
+
+    return _image(x, plan, wide_norm.blocks(plan), wide_norm.warps(plan), program), total
+
+
+def _image(x: np.ndarray, plan: WidePlan, blocks: int, warps: int, program: Callable[..., None]) -> np.ndarray:
     # As 16-bit numbers, of which all ones are NaN: nothing is written twice.
-    out = np.full(2 * np.prod(wide_arrange.shape(plan.rows, plan.in_features, plan.token_order)), np.nan, BF16)
+    out = np.full(2 * np.prod(wide_arrange.shape_of(plan)), np.nan, BF16)
     bytes_ = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    pairs = -(-plan.rows // wide_arrange.NORM_TOKENS)
-    for block in range(wide_arrange.blocks(plan) if norm is None else pairs):
+    for block in range(blocks):
 
-        def program(warp: SimulatedWarp, _: int, block: int = block) -> None:
+        def run(warp: SimulatedWarp, _: int, block: int = block) -> None:
             w = SimulatedWideWarp(warp, Barriers())
-            if norm is None:
-                wide_arrange.reorder(w, plan, bytes_, out, w.integer(block))
-            else:
-                wide_arrange.normalise(w, plan, bytes_, norm, norm_eps, out, w.integer(block))
+            program(w, bytes_, out, w.integer(block))
 
-        run_cluster(1, wide_arrange.WARPS if norm is None else wide_arrange.norm_warps(plan), 256, program)
-    return out.view(np.int32).reshape(wide_arrange.shape(plan.rows, plan.in_features, plan.token_order))
+        run_cluster(1, warps, 256, run)
+    return out.view(np.int32).reshape(wide_arrange.shape_of(plan))
 
 
 def _arguments(weight: Packed, x: Any, out: np.ndarray, out_dtype: str) -> mosaic.Arguments:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from simulated_wide_warp import simulate, simulate_arrange, simulate_dequantize, simulate_gated
+from simulated_wide_warp import simulate, simulate_arrange, simulate_dequantize, simulate_gated, simulate_normalise
 
 from jaxinfer.layers.norm import rms_norm
 from pallas_kernels import dispatch
@@ -23,6 +23,7 @@ from pallas_kernels.int4_matmul import (
     wide,
     wide_arrange,
     wide_dequantize,
+    wide_norm,
     wide_tuning,
 )
 from pallas_kernels.int4_matmul.wide_plan import STAGE, TokenOrder, WidePlan, WideSchedule
@@ -156,28 +157,43 @@ def test_kernel_that_arranges_does_what_xla_does(group_size: int) -> None:
     assert (simulate_arrange(x, plan) == expected).all()
 
 
-@pytest.mark.parametrize(("in_features", "group_size"), [(200, 16), (2312, 32)])
-def test_kernel_that_normalises_does_what_xla_does(in_features: int, group_size: int) -> None:
-    plan = WidePlan.of(7, to_mosaic(make(16, in_features, group_size, "symmetric")), WideSchedule(16))
-    x, norm = tokens(7, in_features), np.random.default_rng(0).uniform(0.5, 1.5, in_features).astype(np.float32)
-    expected = np.asarray(wide_arrange.by_xla(rms_norm(jnp.asarray(x), jnp.asarray(norm), 1e-5), plan))
-    there = np.indices(expected.shape)[3] < 7
-    found = [a[there].view(BF16).astype(np.float32) for a in (simulate_arrange(x, plan, norm, 1e-5), expected)]
-    np.testing.assert_allclose(*found, rtol=2**-7)  # the last bit of bfloat16
+def assert_normalised(image: np.ndarray, total: np.ndarray, norm: np.ndarray, plan: WidePlan) -> None:
+    """An image of `rms_norm(total)`, but for the last bit of bfloat16."""
+    expected = np.asarray(wide_arrange.by_xla(rms_norm(jnp.asarray(total), jnp.asarray(norm), 1e-5), plan))
+    tile, _, _, token, _ = np.indices(expected.shape)
+    there = tile * plan.schedule.tokens + token < plan.rows
+    found = [a[there].view(BF16).astype(np.float32) for a in (np.asarray(image), expected)]
+    np.testing.assert_allclose(*found, rtol=2**-7)
     assert (found[0] == found[1]).mean() > 0.99
+
+
+def normalised_inputs(rows: int, in_features: int, slices: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, a norm's weights, partial sums."""
+    rng = np.random.default_rng(rows)
+    norm = rng.uniform(0.5, 1.5, in_features).astype(np.float32)
+    return tokens(rows, in_features), norm, rng.standard_normal((slices, rows, in_features)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("in_features", "group_size", "slices"), [(200, 16, 0), (2312, 32, 0), (328, 32, 3)])
+def test_kernel_that_normalises_does_what_xla_does(in_features: int, group_size: int, slices: int) -> None:
+    plan = WidePlan.of(7, to_mosaic(make(16, in_features, group_size, "symmetric")), WideSchedule(16))
+    x, norm, partial = normalised_inputs(7, in_features, slices)
+    image, total = simulate_normalise(x, plan, norm, 1e-5, partial if slices else None)
+    np.testing.assert_allclose(total.astype(np.float32), x.astype(np.float32) + partial.sum(0), rtol=2**-8, atol=2**-8)
+    assert_normalised(image, total, norm, plan)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [37, 256])
 def test_kernel_that_normalises_on_the_gpu(rows: int) -> None:
     plan = WidePlan.of(rows, to_mosaic(make(16, 4096, 128, "symmetric")), WideSchedule(64))
-    x, norm = jnp.asarray(tokens(rows, 4096)), jnp.linspace(0.5, 1.5, 4096)
-    expected = np.asarray(wide_arrange.by_xla(rms_norm(x, norm, 1e-5), plan))
-    tile, _, _, token, _ = np.indices(expected.shape)
-    image = np.asarray(wide_arrange.by_kernel(x, plan, norm, 1e-5))
-    found = [a[tile * 64 + token < rows].view(BF16).astype(np.float32) for a in (image, expected)]
-    np.testing.assert_allclose(*found, rtol=2**-7)
-    assert (found[0] == found[1]).mean() > 0.99
+    x, norm, partial = map(jnp.asarray, normalised_inputs(rows, 4096, 3))
+    assert_normalised(wide_norm.arrange_normalised(x, plan, norm, 1e-5), np.asarray(x), norm, plan)
+    image, total = wide_norm.arrange_sum_normalised(x, partial, plan, norm, 1e-5)
+    np.testing.assert_allclose(
+        total.astype(jnp.float32), x.astype(jnp.float32) + partial.sum(0), rtol=2**-8, atol=2**-8
+    )
+    assert_normalised(image, np.asarray(total), norm, plan)
 
 
 @pytest.mark.gpu

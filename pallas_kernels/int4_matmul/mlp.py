@@ -9,7 +9,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.int4_matmul import wide, wide_tuning
 from pallas_kernels.int4_matmul.api import Backend, int4_matmul, int4_matmul_fused, refusals_of
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.wide_arrange import MOST_NORM_INPUTS
+from pallas_kernels.int4_matmul.wide_norm import MOST_INPUTS
 from pallas_kernels.int4_matmul.wide_plan import STAGE
 
 
@@ -47,8 +47,8 @@ def gated_mlp_refusal(
         return f"gate and up have {gate_up.shape[0]} outputs, not twice the {down.shape[1]} inputs of down"
     if results % STAGE:
         return f"it needs a multiple of {STAGE} hidden features, not {results}"
-    if x.shape[-1] > MOST_NORM_INPUTS:
-        return f"it takes up to {MOST_NORM_INPUTS} inputs, not {x.shape[-1]}"
+    if x.shape[-1] > MOST_INPUTS:
+        return f"it takes up to {MOST_INPUTS} inputs, not {x.shape[-1]}"
     if not wide_tuning.WIDE_ROWS <= rows < wide_tuning.DEQUANTIZED_ROWS:
         return f"it is for {wide_tuning.WIDE_ROWS} to {wide_tuning.DEQUANTIZED_ROWS - 1} rows"
     for weight in (gate_up, down):

@@ -34,6 +34,7 @@ from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_arrange import arrange, shape
 from pallas_kernels.int4_matmul.wide_fetch import after, fetch
+from pallas_kernels.int4_matmul.wide_norm import arrange_normalised
 from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_results import store, store_lines, store_ordered
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
@@ -199,7 +200,8 @@ def int4_matmul(
     `norm` float32 [in_features]: x goes through an RMS norm first.
     """
     plan = WidePlan.of(x.shape[0], weight, schedule)
-    partial = launch(arrange(x, plan, norm, norm_eps), weight, plan, out_dtype)
+    image = arrange(x, plan) if norm is None else arrange_normalised(x, plan, norm, norm_eps)
+    partial = launch(image, weight, plan, out_dtype)
     # Written as a chain of additions, XLA makes it part of the next elementwise operation.
     return functools.reduce(operator.add, list(partial)).astype(out_dtype)
 
@@ -224,7 +226,8 @@ def gated_mlp(
     second = WidePlan.of(rows, down, schedules[1])
     first = WidePlan.of(rows, gate_up, schedules[0])
     first = dataclasses.replace(first, gated=True, result_order=second.token_order)
-    hidden = launch(arrange(x, first, norm, norm_eps), gate_up, first, out_dtype)
+    image = arrange(x, first) if norm is None else arrange_normalised(x, first, norm, norm_eps)
+    hidden = launch(image, gate_up, first, out_dtype)
     return functools.reduce(operator.add, list(launch(hidden, down, second, out_dtype))).astype(out_dtype)
 
 
