@@ -74,7 +74,11 @@ def sample_first(
     return state, DecodedChunk(tokens, counted[0].astype(jnp.int32), failed[0], logprobs)
 
 
-@program(static_argnames=("config", "variant", "num_steps"), donate_argnames=("cache", "state"))
+@program(
+    static_argnames=("config", "variant", "num_steps"),
+    donate_argnames=("cache", "state"),
+    rows=lambda params, cache, state, *_: state.tokens.shape[0],
+)
 def decode_chunk(
     params: Params,
     cache: KVCache,

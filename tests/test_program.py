@@ -49,7 +49,7 @@ def test_weights_that_xla_decodes_keep_its_own_products(params, expected):
 def test_the_options_are_those_of_a_gpu_and_of_the_weights(monkeypatch):
     monkeypatch.setitem(CUBLAS, "no_such_option", True)  # who compiles with these options fails
 
-    @program(static_argnames="times", donate_argnames="x")
+    @program(static_argnames="times", donate_argnames="x", rows=lambda params, x: x.shape[0])
     def scale(params: Params, x: jax.Array, *, times: int) -> jax.Array:
         """x times a number."""
         return params.norm * x * times
@@ -64,6 +64,8 @@ def test_the_options_are_those_of_a_gpu_and_of_the_weights(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for params in (weights(o=SCALED), weights(o=CANONICAL)):
         scale.lower(params, x, times=4).compile()
+    few, halves = jnp.ones(1), dataclasses.replace(weights(), norm=jnp.full(1, 0.5))
+    assert scale(halves, few, times=4).tolist() == [2.0]
     for params in (weights(), weights(o=PACKED)):
         with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
             scale.lower(params, x, times=4).compile()

@@ -101,7 +101,11 @@ def catch_up_rows(
     return put_draft(drafting, part, slots), part.decode.positions
 
 
-@program(static_argnames=("proposer", "wanted"), donate_argnames=("cache", "drafting"))
+@program(
+    static_argnames=("proposer", "wanted"),
+    donate_argnames=("cache", "drafting"),
+    rows=lambda draft_params, cache, state, drafting, slots, *_: slots.shape[0],
+)
 def draft_rows(
     draft_params: Any,
     cache: PagedKVCache,
@@ -121,7 +125,11 @@ def draft_rows(
     return cache, put_draft(drafting, dataclasses.replace(part, draft=draft), slots), proposal.tokens
 
 
-@program(static_argnames=("method", "wanted", "num_steps"), donate_argnames=("cache", "state", "drafting"))
+@program(
+    static_argnames=("method", "wanted", "num_steps"),
+    donate_argnames=("cache", "state", "drafting"),
+    rows=lambda params, draft_params, cache, state, drafting, slots, *_: slots.shape[0],
+)
 def speculate_rows(
     params: Params,
     draft_params: Any,

@@ -85,7 +85,11 @@ def start_rows(
     return jax.tree.map(lambda whole, part: whole.at[slots].set(part, mode="drop"), state, rows), chunk
 
 
-@program(static_argnames=("config", "variant", "num_steps"), donate_argnames=("cache", "state"))
+@program(
+    static_argnames=("config", "variant", "num_steps"),
+    donate_argnames=("cache", "state"),
+    rows=lambda params, cache, state, slots, *_: slots.shape[0],
+)
 def decode_rows(
     params: Params,
     cache: PagedKVCache,

@@ -63,7 +63,11 @@ class Method:
     acceptance: Acceptance
 
 
-@program(static_argnames=("method", "wanted", "num_steps"), donate_argnames=("cache", "state"))
+@program(
+    static_argnames=("method", "wanted", "num_steps"),
+    donate_argnames=("cache", "state"),
+    rows=lambda params, draft_params, cache, state, *_: state.decode.tokens.shape[0],
+)
 def spec_chunk(
     params: Params,
     draft_params: Any,
