@@ -454,5 +454,5 @@ def test_out_of_memory_for_the_draft_is_said_before_anything_runs(monkeypatch: p
     own = 17 * 16 * 2 * 8 * 4  # the scratch page and 16 pages of 16 tokens, keys and values of one head of 8 floats
     monkeypatch.setattr(jaxinfer.generation, "free_device_bytes", lambda: int(own * 1.5))
     generate(model, [[1]], greedy(max_tokens=2))
-    with pytest.raises(ValueError, match="GB of KV cache"):
+    with pytest.raises(ValueError, match="kB of KV cache"):
         generate(model, [[1]], greedy(max_tokens=2), draft=ModelDraft(model))
