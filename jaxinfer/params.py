@@ -160,10 +160,15 @@ def piece_specs(config: ModelConfig, *, own_head: bool = False) -> Iterator[tupl
 
 
 def from_pieces(pieces: Iterable[Piece]) -> Params:
-    """`Params` of all their pieces, which come in the order of `piece_specs`."""
+    """`Params` of all their pieces: layers in order, `TOP` before or after them."""
+    layers, top = [], {}
     # Which kind of weight a field may hold is what `piece_specs` says, not the type of a piece.
-    (_, top), *layers = cast(Iterable[tuple[str, dict[str, Any]]], pieces)
-    return Params(layers=[LayerParams(**fields) for _, fields in layers], **top)
+    for name, fields in cast(Iterable[tuple[str, dict[str, Any]]], pieces):
+        if name == TOP:
+            top = fields
+        else:
+            layers.append(LayerParams(**fields))
+    return Params(layers=layers, **top)
 
 
 def build_pieces(config: ModelConfig, make: Callable[[ParamSpec], Any], own_head: bool) -> Iterator[Piece]:

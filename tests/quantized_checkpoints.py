@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -304,7 +305,7 @@ def write(folder: pathlib.Path, tensors: Tensors, config: Mapping[str, Any]) -> 
 @functools.cache
 def _content(name: str, prefix: str) -> tuple[Tensors, Tensors]:
     encode, _ = FORMATS[name]
-    rng = np.random.default_rng(sorted(FORMATS).index(name))
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
     plain: Tensors = {
         f"{prefix}embed_tokens.weight": rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32),
         f"{prefix}norm.weight": np.ones(HIDDEN, np.float32),

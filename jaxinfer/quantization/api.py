@@ -74,8 +74,8 @@ def quantize(
     `out` writes a store (`jaxinfer.store`) and returns the model of it; from a path it never holds more than a layer.
     What is not packed there is bfloat16, unless `dtype` is another.
 
-    Raises FileExistsError for an `out` that exists, and ValueError for a plan that does not fit the model, that names
-    weights which are packed already, or that wants the head by a calibrated method.
+    Raises FileExistsError for an `out` that exists, and ValueError for a plan that does not fit the model, or that
+    names weights which are packed already.
     """
     plan = resolve(plan)
     if out is not None:

@@ -5,6 +5,8 @@ will have. The evaluation tokens run through both, original and quantised, side 
 are compared, and the original model was never there as a whole.
 """
 
+import functools
+import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -20,15 +22,20 @@ from jaxinfer.decoder import LayerParams
 from jaxinfer.layers.embedding import embed
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.packed_weights import DeviceWeight, HostWeight, device_layout
-from jaxinfer.params import TOP, ParamSpec, Piece, layer_specs, linear_names
+from jaxinfer.params import TOP, ParamSpec, Piece, has_own_head, layer_specs, linear_names, top_specs
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.folding import FIELDS, can_fold, fold, tie
 from jaxinfer.quantization.fused import best_scales, names_of, quantize_fused
-from jaxinfer.quantization.layer_pass import InputMoments, input_moments, pass_through, representative
+from jaxinfer.quantization.layer_pass import (
+    InputMoments,
+    input_moments,
+    pass_through,
+    representative,
+    second_moments,
+)
 from jaxinfer.quantization.moments import values_of
-from jaxinfer.quantization.plan import CALIBRATED, HEAD, Plan
+from jaxinfer.quantization.plan import HEAD, Plan
 from jaxinfer.quantization.quality import head_statistics, quality_of, row_batches
-from jaxinfer.quantization.quantizer import quantize_weight
 from jaxinfer.quantization.report import Quality, QuantizationReport, WeightError
 
 type Batches = list[jax.Array]
@@ -41,9 +48,6 @@ def check_request(config: ModelConfig, plan: Plan, windows: Windows, promote_abo
     That is a plan that does not fit the model, no calibration tokens, and a `promote_above` that is no share.
     """
     plan.check(linear_names(config))
-    precision = plan.precision(HEAD)
-    if precision is not None and precision.method in CALIBRATED:
-        raise ValueError(f"{plan.name}: {HEAD} has {precision.method}; only layers are calibrated; give it rtn or hqq")
     if promote_above is not None and (
         isinstance(promote_above, bool) or not isinstance(promote_above, numbers.Real) or not float(promote_above) > 0
     ):
@@ -76,19 +80,26 @@ class CalibratedQuantizer:
         self._quality: Quality | None = None
 
     def pieces(self, originals: Iterable[Piece], *, progress: bool = False) -> Iterator[Piece]:
-        """Quantises the pieces of a model whose weights are arrays, embedding and head first, then layer by layer."""
+        """Quantises the pieces of a model whose weights are arrays, layer by layer.
+
+        Embedding, last norm and head come first, or last if the head is quantised: by what the layers make of text.
+        """
         layers = self._config.num_layers
         with progress_bar(total=layers, unit="layer", desc=f"Quantising ({self.plan.name})", shown=progress) as bar:
             for index, (name, fields) in enumerate(originals):
                 if name == TOP:
-                    yield name, self.start(fields)
+                    self.start(fields)
+                    if not has_own_head(self.plan):
+                        yield name, self._top
                     continue
                 yield name, self.layer(index - 1, fields)
                 bar.update()
+            if has_own_head(self.plan):
+                yield TOP, self.head()
             self.finish()
 
-    def start(self, top: Mapping[str, Any]) -> dict[str, DeviceWeight]:
-        """Looks up the tokens of all windows, and quantises the head if the plan does."""
+    def start(self, top: Mapping[str, Any]) -> None:
+        """Looks up the tokens of all windows."""
         self._top = dict(top)
         embedding = jnp.asarray(top["embed_tokens"])
 
@@ -99,13 +110,8 @@ class CalibratedQuantizer:
         self._inputs = looked_up(self._windows.calibration)
         self._evaluated = looked_up(self._windows.evaluation)
         self._originals = list(self._evaluated)
-        self._original_head = self._head = top.get("lm_head", embedding)
-        precision = self.plan.precision(HEAD)
-        if precision is None:
-            return self._top
-        packed = quantize_weight(self._original_head, precision)
-        self._head = values_of(packed)
-        return self._top | {"lm_head": device_layout(packed)}
+        self._original_head = self._head = jnp.asarray(top.get(HEAD, embedding))
+        self._norm = jnp.asarray(top["norm"])
 
     def layer(self, index: int, fields: Mapping[str, Any]) -> dict[str, DeviceWeight]:
         """Quantises layer `index`, whose weights are arrays; the result lies as this device's kernels read it."""
@@ -130,6 +136,20 @@ class CalibratedQuantizer:
         self._inputs = [pass_through(quantised, x, config=config, index=same) for x in self._inputs]
         return made
 
+    def head(self) -> dict[str, DeviceWeight]:
+        """Quantises the head, after the layers; AWQ's scales go into the norm before it, which nothing else reads."""
+        spec, weight = top_specs(self._config, own_head=True)[HEAD], self._original_head.astype(jnp.float32)
+        states = [rms_norm(x, self._norm, self._config.norm_eps) for x in self._inputs]
+        count = sum(math.prod(x.shape[:2]) for x in states)
+        moments = functools.reduce(jnp.add, map(second_moments, states)) / count
+        scales = best_scales(weight, moments, jnp.sqrt(jnp.diagonal(moments)), spec, self.plan)
+        if scales is not None:
+            weight, moments = weight * scales[None, :], moments / (scales[:, None] * scales[None, :])
+            self._norm = self._norm / scales
+        packed = self._quantize(weight, moments, spec)
+        self._head = values_of(packed)
+        return self._top | {"norm": self._norm, HEAD: device_layout(packed)}
+
     def finish(self) -> None:
         """Compares what was evaluated."""
         norm, eps = self._top["norm"], self._config.norm_eps
@@ -137,7 +157,7 @@ class CalibratedQuantizer:
         rows = zip(self._evaluated, self._originals, row_batches(self._windows.evaluation), strict=True)
         statistics = []
         for hidden, original, tokens in rows:
-            normalised = rms_norm(hidden, norm, eps), rms_norm(original, norm, eps)
+            normalised = rms_norm(hidden, self._norm, eps), rms_norm(original, norm, eps)
             statistics.append(head_statistics(*normalised, *heads, jnp.asarray(tokens), config=self._config))
         self._quality = quality_of(statistics) if statistics else None
 
