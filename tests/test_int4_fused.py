@@ -149,7 +149,7 @@ def test_a_fused_product_needs_all_inputs_in_one_block(monkeypatch: pytest.Monke
         fused_refusal(x, small, gated=True) == "gate and other half need a multiple of 16 outputs each, not 72 together"
     )
     many = jnp.zeros((9, 256), jnp.bfloat16)
-    assert fused_refusal(many, small, residual=True) == "it is for up to 8 rows"
+    assert fused_refusal(many, small, residual=True) == "with a gate or a residual it is for up to 8 rows"
 
 
 def test_layers_give_the_same_with_and_without_a_fused_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,9 @@ from pallas_kernels.int4_matmul import (
     from_codes,
     gated_mlp_refusal,
     int4_gated_mlp,
+    int4_matmul,
+    int4_projected_mlp,
+    projected_mlp_refusal,
     to_mosaic,
     wide,
     wide_arrange,
@@ -235,7 +238,7 @@ def test_gated_block_without_its_kernels() -> None:
     gate, up = np.split(np.asarray(rms_norm(x.astype(jnp.float32), norm, 1e-5)) @ first.T, 2, axis=1)
     np.testing.assert_allclose(out, gate / (1 + np.exp(-gate)) * up @ second.T, rtol=1e-4, atol=1e-3)
     assert gated_mlp_refusal(x, down, gate_up) == "gate and up have 64 outputs, not twice the 64 inputs of down"
-    assert gated_mlp_refusal(x[:8], gate_up, down) == "it is for 17 to 4095 rows"
+    assert gated_mlp_refusal(x[:8], gate_up, down) == "it is for 9 rows and more"
     if jax.default_backend() != "gpu":
         assert gated_mlp_refusal(x, gate_up, down) == "the reference backend has no gated block"
 
@@ -249,6 +252,27 @@ def test_gated_block_lowers_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         text = product.trace(x, norm, gate_up, down).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 3  # the norm, the first product, the second
+    o, heads = described(256, 384, 128, "zero_point"), jax.ShapeDtypeStruct((100, 384), jnp.bfloat16)
+    tail = jax.jit(lambda x, heads, norm, *weights: int4_projected_mlp(x, heads, *weights, norm=norm))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        text = tail.trace(x, heads, norm, o, gate_up, down).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 5  # and before them heads into order, and their product
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [20, 200])
+def test_block_behind_attention_on_the_gpu(rows: int) -> None:
+    weights = [make(328, 576, 32, "zero_point"), make(1280, 328, 16, "zero_point"), make(328, 640, 128, "symmetric")]
+    packed = [dataclasses.replace(w, scales=w.scales * BF16(2**-6)) for w in weights]
+    packed = jax.tree.map(jnp.asarray, [to_mosaic(w) for w in packed])
+    x, heads, norm = jnp.asarray(tokens(rows, 328)), jnp.asarray(tokens(rows, 576)), jnp.linspace(0.5, 1.5, 328)
+    assert projected_mlp_refusal(x, *packed) is None
+    run = jax.jit(lambda x, heads, norm, *weights: int4_projected_mlp(x, heads, *weights, norm=norm))
+    out = np.asarray(run(x, heads, norm, *packed), np.float32)
+    after = x + int4_matmul(heads, packed[0])
+    expected = np.asarray(after + int4_gated_mlp(after, *packed[1:], norm=norm), np.float32)
+    assert np.linalg.norm(out - expected) < 1e-2 * np.linalg.norm(expected)
+    assert np.array_equal(out, np.asarray(run(x, heads, norm, *packed), np.float32))
 
 
 @pytest.mark.gpu

@@ -54,9 +54,9 @@ def norm_linear(
 ) -> Float[Array, "*batch out_features"]:
     """`linear` of the RMS-normalised x, or of x itself where the family has no norm here.
 
-    The INT4 kernel for few rows normalises x itself. For one row of other weights on a GPU the scale, one number, is
-    applied to the sums instead: the normalised row is never written, which is a kernel less where a kernel takes little
-    more than its launch.
+    The INT4 kernels normalise x themselves for few rows, and for many while they bring it into their order. For one row
+    of other weights on a GPU the scale, one number, is applied to the sums instead: the normalised row is never
+    written, which is a kernel less where a kernel takes little more than its launch.
     """
     if norm is None:
         return linear(x, weight, bias)

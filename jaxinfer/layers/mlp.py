@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.linear import Weight, norm_linear
-from jaxinfer.layers.norm import rms_norm
 from pallas_kernels.int4_matmul import Packed, fused_refusal, gated_mlp_refusal, int4_gated_mlp, int4_matmul_fused
 
 
@@ -62,4 +61,4 @@ def packed_mlp(
         return None
     if gate_up_bias is not None or down_bias is not None or gated_mlp_refusal(x, gate_up, down) is not None:
         return None
-    return int4_gated_mlp(x if norm is None else rms_norm(x, norm, eps), gate_up, down)
+    return int4_gated_mlp(x, gate_up, down, norm=norm, norm_eps=eps)

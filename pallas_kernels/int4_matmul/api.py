@@ -17,6 +17,7 @@ from pallas_kernels.int4_matmul import (
     tuning,
     wide,
     wide_dequantize,
+    wide_norm,
     wide_tuning,
 )
 from pallas_kernels.int4_matmul.packing import STRIP, PackedInt4, to_mosaic, to_triton
@@ -109,10 +110,16 @@ def int4_matmul_fused(
     rows, in_features = math.prod(x.shape[:-1]), x.shape[-1]
     fusion = Fusion(None if norm is None else norm_eps, gated, residual is not None)
     if fused_refusal(x, w, norm_eps=fusion.norm_eps, gated=gated, residual=fusion.residual, backend=backend) is None:
-        plan = _fused_plan(rows, w, fusion)
         flat = None if residual is None else residual.reshape(rows, -1)
         arrays = dispatch.in_memory((x.reshape(rows, in_features), norm, flat))
-        out = mosaic.int4_matmul(arrays[0], w, *arrays[1:], schedule=plan.schedule, out_dtype=x.dtype, fusion=fusion)
+        if rows > tuning.FUSED_MAX_ROWS:
+            schedule = wide_tuning.wide_schedule(rows, w, jax.devices()[0].device_kind)
+            options = {"schedule": schedule, "out_dtype": x.dtype, "norm_eps": norm_eps}
+            out = wide.int4_matmul(*arrays[:1], w, *arrays[1:2], **options)
+        else:
+            schedule = _fused_plan(rows, w, fusion).schedule
+            options = {"schedule": schedule, "out_dtype": x.dtype, "fusion": fusion}
+            out = mosaic.int4_matmul(arrays[0], w, *arrays[1:], **options)
         return out.reshape(*x.shape[:-1], out.shape[-1])
     x32 = x.astype(jnp.float32)
     if norm is not None:
@@ -143,11 +150,22 @@ def fused_refusal(
         if choice.taken and choice.backend != "mosaic":
             return f"the {choice.backend} backend has no fused product"
     if rows > tuning.FUSED_MAX_ROWS:
-        return f"it is for up to {tuning.FUSED_MAX_ROWS} rows"
+        return _wide_refusal(rows, w, Fusion(norm_eps, gated, residual))
     if gated and w.shape[0] % (2 * STRIP):
         return f"gate and other half need a multiple of {STRIP} outputs each, not {w.shape[0]} together"
     slices = _fused_plan(rows, w, Fusion(norm_eps, gated, residual)).slices
     return f"{w.shape[1]} inputs are more than a block has" if slices > 1 else None
+
+
+def _wide_refusal(rows: int, w: Packed, fusion: Fusion) -> str | None:
+    """The same for many rows, where the kernel that brings x into order can normalise it."""
+    if fusion.gated or fusion.residual or fusion.norm_eps is None:
+        return f"with a gate or a residual it is for up to {tuning.FUSED_MAX_ROWS} rows"
+    if not wide_tuning.WIDE_ROWS <= rows < wide_tuning.DEQUANTIZED_ROWS:
+        most = f"{wide_tuning.WIDE_ROWS} to {wide_tuning.DEQUANTIZED_ROWS - 1}"
+        return f"with a norm it is for up to {tuning.FUSED_MAX_ROWS} rows, and for {most}"
+    most = wide_norm.MOST_INPUTS
+    return f"a norm is for up to {most} inputs, not {w.shape[1]}" if w.shape[1] > most else None
 
 
 def _fused_plan(rows: int, w: Packed, fusion: Fusion) -> Plan:

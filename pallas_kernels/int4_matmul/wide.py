@@ -34,7 +34,7 @@ from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_arrange import arrange, shape
 from pallas_kernels.int4_matmul.wide_fetch import after, fetch
-from pallas_kernels.int4_matmul.wide_norm import arrange_normalised
+from pallas_kernels.int4_matmul.wide_norm import arrange_normalised, arrange_sum_normalised
 from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_results import store, store_lines, store_ordered
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
@@ -206,7 +206,7 @@ def int4_matmul(
     return functools.reduce(operator.add, list(partial)).astype(out_dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("schedules", "out_dtype", "norm_eps"))
+@functools.partial(jax.jit, static_argnames=("schedules", "norm_eps"))
 def gated_mlp(
     x: jax.Array,
     gate_up: Packed,
@@ -214,21 +214,50 @@ def gated_mlp(
     norm: jax.Array | None = None,
     *,
     schedules: tuple[WideSchedule, WideSchedule],
-    out_dtype: jnp.dtype,
     norm_eps: float = 0.0,
 ) -> jax.Array:
-    """(silu(x Wg^T) * (x Wu^T)) Wd^T for x [rows, in_features] bf16 -> [rows, out_features].
+    """(silu(x Wg^T) * (x Wu^T)) Wd^T for x [rows, in_features] bf16 -> [rows, out_features] bf16.
 
-    `gate_up` holds the rows of Wg, then those of Wu. What is between the products is rounded to bfloat16 once, and
-    written by the first kernel in the order in which the second takes it.
+    `gate_up` holds the rows of Wg, then those of Wu; `norm` as in `int4_matmul`. What is between the products is
+    rounded to bfloat16 once, and written by the first kernel in the order in which the second takes it.
     """
-    rows = x.shape[0]
+    plans = _mlp_plans(x.shape[0], gate_up, down, schedules)
+    image = arrange(x, plans[0]) if norm is None else arrange_normalised(x, plans[0], norm, norm_eps)
+    return _mlp(image, gate_up, down, plans)
+
+
+@functools.partial(jax.jit, static_argnames=("schedules", "norm_eps"))
+def projected_mlp(
+    x: jax.Array,
+    heads: jax.Array,
+    o: Packed,
+    gate_up: Packed,
+    down: Packed,
+    norm: jax.Array,
+    *,
+    schedules: tuple[WideSchedule, WideSchedule, WideSchedule],
+    norm_eps: float,
+) -> jax.Array:
+    """y + `gated_mlp` of y, where y is x + heads Wo^T: the sums of Wo's slices are added as the norm is taken."""
+    plan = WidePlan.of(x.shape[0], o, schedules[0])
+    plans = _mlp_plans(x.shape[0], gate_up, down, schedules[1:])
+    partial = launch(arrange(heads, plan), o, plan, jnp.dtype(jnp.float32))
+    image, x = arrange_sum_normalised(x, partial, plans[0], norm, norm_eps)
+    return x + _mlp(image, gate_up, down, plans)
+
+
+def _mlp_plans(
+    rows: int, gate_up: Packed, down: Packed, schedules: tuple[WideSchedule, ...]
+) -> tuple[WidePlan, WidePlan]:
     second = WidePlan.of(rows, down, schedules[1])
     first = WidePlan.of(rows, gate_up, schedules[0])
-    first = dataclasses.replace(first, gated=True, result_order=second.token_order)
-    image = arrange(x, first) if norm is None else arrange_normalised(x, first, norm, norm_eps)
-    hidden = launch(image, gate_up, first, out_dtype)
-    return functools.reduce(operator.add, list(launch(hidden, down, second, out_dtype))).astype(out_dtype)
+    return dataclasses.replace(first, gated=True, result_order=second.token_order), second
+
+
+def _mlp(image: jax.Array, gate_up: Packed, down: Packed, plans: tuple[WidePlan, WidePlan]) -> jax.Array:
+    dtype = jnp.dtype(jnp.bfloat16)
+    hidden = launch(image, gate_up, plans[0], dtype)
+    return functools.reduce(operator.add, list(launch(hidden, down, plans[1], dtype))).astype(dtype)
 
 
 def launch(image: jax.Array, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -> jax.Array:
