@@ -49,12 +49,15 @@ DECODE: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(64, 256), [{}]),
 ]
 # What speculation runs for one sequence: plain decoding and verification of a target, and a draft's passes.
-FEW_TILES = [{}, *({"splits": splits, "warps": 4, "depth": 1} for splits in (8, 4)), {"splits": 4, "depth": 1}]
+FEW_TILES = [
+    {},
+    *({"splits": splits, "warps": warps, "depth": 1} for splits, warps in ((8, 4), (4, 4), (2, 8), (4, 8))),
+]
 SHORT: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(1, 256, table=400), FEW_TILES),
     (Shape(1, 256, table=400, tokens=5), FEW_TILES),
     (Shape(1, 256, table=400, q_heads=16), FEW_TILES),
-    (Shape(1, 256, table=400, q_heads=16, tokens=2), FEW_TILES[:2]),
+    (Shape(1, 256, table=400, q_heads=16, tokens=2), FEW_TILES[:3]),
     (Shape(16, 256, table=400, tokens=5), [{}, {"splits": 1}]),
 ]
 ATTENTION: list[tuple[Shape, list[dict[str, Any]]]] = [

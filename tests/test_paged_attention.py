@@ -84,6 +84,7 @@ def test_lowers_for_cuda(case):
     ("batch", "kv_heads", "pages_per_row", "blocks", "warps"),
     [
         (1, 8, 8, 8, 8),  # 128 tokens: a tile for each warp of one block, no cluster
+        (1, 8, 32, 64, 4),  # 512 tokens: a tile for each warp of small blocks
         (1, 8, 128, 64, 8),  # 2048 tokens: clusters of 8, the fastest that was measured
         (1, 3, 2048, 24, 8),
         (16, 8, 64, 256, 4),  # two small blocks for each multiprocessor beat one large one
