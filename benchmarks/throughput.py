@@ -5,7 +5,9 @@
     python benchmarks/throughput.py --engine vllm --model FOLDER        (or nanovllm; no jaxinfer needed)
 
 The workload is nano-vllm's. Which engine runs it is a matter of one import; all three have the same `LLM`.
-`benchmarks.serving` measures latencies under load.
+`benchmarks.serving` measures latencies under load: here nobody reads along. jaxinfer decodes those with most to come
+first (`decode_order="longest"`), so that all end together; short answers then come late, and their time per output
+token doubles. `--order shortest` decodes everybody at once, as the other engines do.
 """
 
 import argparse
@@ -28,7 +30,7 @@ def workload(num_requests: int, longest: int, largest_id: int) -> tuple[list[lis
 
 def options_for(arguments: argparse.Namespace) -> dict[str, Any]:
     """What each engine needs beside the model."""
-    engine, longest, batch = arguments.engine, arguments.longest, arguments.batch
+    engine, longest, batch, order = arguments.engine, arguments.longest, arguments.batch, arguments.order
     if engine == "vllm":
         options = {"max_model_len": 2 * longest, "load_format": "dummy", "skip_tokenizer_init": True}
         return options | {"enable_prefix_caching": False}  # a repeat must compute its prompts again
@@ -45,8 +47,9 @@ def options_for(arguments: argparse.Namespace) -> dict[str, Any]:
         "prefill_tile": arguments.tile,  # prompts fill calls whatever their lengths: padding is half a tile each
         "prefill_lengths": tuple(max(arguments.tile, longest * rows) for rows in (1, 2, 4, 8)),
         "decode_stall_tokens": 256 * longest,  # throughput, not latency: prompts first
-        "decode_rows": tuple(sorted({max(1, batch // 2), batch})),
-        "decode_order": "longest",  # nobody reads along: all end together, and no step has few rows
+        # Longest first, no step has few rows; otherwise there are ever fewer.
+        "decode_rows": tuple(sorted({max(1, batch * n // 8) for n in ((4, 8) if order == "longest" else range(1, 9))})),
+        "decode_order": order,
         "prefix_cache": False,  # as for vLLM
         "sampling": (ji.SamplingParams(temperature=0.6),),
     }
@@ -61,6 +64,9 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1024, help="of prompts and of outputs, in tokens")
     parser.add_argument("--largest-id", type=int, default=10000, help="of prompts' tokens; others draw other lengths")
     parser.add_argument("--batch", type=int, default=256, help="jaxinfer: sequences decoded at once")
+    parser.add_argument(
+        "--order", default="longest", help="jaxinfer: whom it decodes first (EngineConfig.decode_order)"
+    )
     parser.add_argument("--tile", type=int, default=32, help="jaxinfer: tokens of a row of a prefill call")
     parser.add_argument("--kv", help="jaxinfer: type of the key-value cache, such as int8 (default: the weights')")
     parser.add_argument("--repeats", type=int, default=2, help="the fastest counts; for nanovllm give 1")
