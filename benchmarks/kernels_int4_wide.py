@@ -38,16 +38,19 @@ CASES = [
 ]
 
 
-TURNS: dict[str, Any] = {"turns": True}
-ALL: dict[str, Any] = {"tokens": 256, "tiles": 1, "slices": 1, "cluster": 4, "blocks": 112, "turns": False}
-THREE: dict[str, Any] = {"tokens": 128, "warpgroups": 3, "tiles": 1, "slices": 1, "cluster": 2, "blocks": 132}
+ONE: dict[str, Any] = {"warpgroups": 1, "tiles": 1, "slices": 1, "cluster": 4, "blocks": 112, "turns": False}
+PAIR: dict[str, Any] = {"tokens": 64, "cluster": 2, "blocks": 264, "stages": 5}
+ALL: dict[str, Any] = {"tokens": 256, "tiles": 1, "slices": 1, "turns": False}
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (16, "up", [{"tokens": 16, "tiles": 1, "slices": 1, "cluster": 2, "blocks": 112}]),
-    (256, "up", [ALL, ALL | TURNS]),
-    (256, "qkv", [{}, ALL | {"warpgroups": 1}]),
-    (256, "down", [ALL | {"slices": 4, "cluster": 2, "blocks": 132}]),
-    (512, "qkv", [{}, THREE, THREE | TURNS]),
-    (256, "gate_up", [TURNS]),
+    (64, "up", [ONE | PAIR, ONE | PAIR | {"cluster": 4, "blocks": 224}]),
+    (128, "qkv", [ONE | {"tokens": 128}]),
+    (64, "qkv", [ONE | {"tokens": 64}]),
+    (32, "up", [{"cluster": 1}, {"cluster": 4, "blocks": 112}]),
+    (1024, "o", [{}]),
+    (1024, "up", [ALL | {"cluster": 2, "blocks": 132}]),
+    (2048, "qkv", [{}]),
+    (16, "o", [{}]),
+    (128, "o", [{}]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
@@ -188,7 +191,9 @@ def tried() -> list[tuple[int, str, WideSchedule]]:
             schedule = dataclasses.replace(wide_tuning.wide_schedule(rows, weight), **change)
             plan = wide_tuning.fitted(WidePlan.of(rows, weight, schedule), schedule)
             if plan is not None:
-                cases.append((rows, shape, plan.schedule))
+                # With few stages several blocks are resident at once.
+                stages = change.get("stages", plan.schedule.stages)
+                cases.append((rows, shape, dataclasses.replace(plan.schedule, stages=stages)))
     return cases
 
 
