@@ -32,6 +32,7 @@ format: $(VENV)/.dev
 
 performance: $(VENV)/.runtime
 	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.headline
 
 clean:
 	rm -rf $(VENV)

@@ -41,9 +41,12 @@ def number(record: Record | None) -> str:
     """A measured value as text: shares as per cent, the rest with three or four digits."""
     if record is None:
         return ""
-    value = record["value"]
     if record["unit"] == "" and record["metric"].endswith("share"):
-        return f"{100 * value:.0f} %"
+        return f"{100 * record['value']:.0f} %"
+    return digits(record["value"])
+
+
+def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -53,7 +56,7 @@ def peers_for(peers: Mapping[str, list[dict]], section: str, metric: str, case: 
     for peer in peers.get(section, []):
         keys = [key for key in peer if key in ("model", "weights", "batch", "prompt")]
         if all(peer[key] == case.get(key) for key in keys):
-            value = f"{peer['low']:g}-{peer['high']:g}" if "low" in peer else f"{peer[metric]:,.4g}"
+            value = f"{peer['low']:g}-{peer['high']:g}" if "low" in peer else digits(peer[metric])
             found.append(f"{peer['engine']}: {value}")
     return "; ".join(found)
 
