@@ -330,17 +330,13 @@ def simulate_arrange(x: np.ndarray, plan: WidePlan) -> np.ndarray:
     return _image(x, plan, wide_arrange.blocks(plan), wide_arrange.WARPS, program)
 
 
-def simulate_normalise(
-    x: np.ndarray, plan: WidePlan, norm: np.ndarray, eps: float, partial: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernel that normalises x (bfloat16) returns, and x with partial sums [slices, rows, inputs] added."""
-    slices, total = (0, x) if partial is None else (len(partial), np.full(x.shape, np.nan, BF16))
-    sums = None if partial is None else partial.reshape(-1)
+def simulate_normalise(x: np.ndarray, plan: WidePlan, norm: np.ndarray, eps: float) -> np.ndarray:
+    """What the kernel that normalises x (bfloat16) and reorders it returns."""
 
     def program(w: SimulatedWideWarp, given: Any, out: np.ndarray, block: np.ndarray) -> None:
-        wide_norm.normalise(w, plan, given, norm, sums, slices, eps, (out, total.reshape(-1)), block)
+        wide_norm.normalise(w, plan, given, norm, eps, out, block)
 
-    return _image(x, plan, wide_norm.blocks(plan), wide_norm.warps(plan), program), total
+    return _image(x, plan, wide_norm.blocks(plan), wide_norm.warps(plan), program)
 
 
 def _image(x: np.ndarray, plan: WidePlan, blocks: int, warps: int, program: Callable[..., None]) -> np.ndarray:

@@ -1,12 +1,7 @@
 """Matrix product with packed weights of 4 or 8 bits."""
 
 from pallas_kernels.int4_matmul.api import fused_refusal, int4_matmul, int4_matmul_fused, to_kernel_layout
-from pallas_kernels.int4_matmul.mlp import (
-    gated_mlp_refusal,
-    int4_gated_mlp,
-    int4_projected_mlp,
-    projected_mlp_refusal,
-)
+from pallas_kernels.int4_matmul.mlp import gated_mlp_refusal, int4_gated_mlp
 from pallas_kernels.int4_matmul.packing import (
     PackedInt4,
     from_codes,
@@ -39,12 +34,10 @@ __all__ = [
     "int4_gated_mlp",
     "int4_matmul",
     "int4_matmul_fused",
-    "int4_projected_mlp",
     "int8_to_canonical",
     "int8_to_mosaic",
     "int8_to_triton",
     "is_whole",
-    "projected_mlp_refusal",
     "to_canonical",
     "to_kernel_layout",
     "to_mosaic",

@@ -41,42 +41,6 @@ def int4_gated_mlp(
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
-def int4_projected_mlp(
-    x: Float[Array, "*rows hidden"],
-    heads: Float[Array, "*rows features"],
-    o: Packed,
-    gate_up: Packed,
-    down: Packed,
-    *,
-    norm: Float32[Array, " hidden"],
-    norm_eps: float = 1e-6,
-    backend: Backend | None = None,
-) -> Float[Array, "*rows hidden"]:
-    """y + `int4_gated_mlp` of y, where y is x + heads Wo^T: what a decoder layer does behind its attention."""
-    if projected_mlp_refusal(x, o, gate_up, down, backend=backend) is not None:
-        x = int4_matmul_fused(heads, o, residual=x, backend=backend)
-        return x + int4_gated_mlp(x, gate_up, down, norm=norm, norm_eps=norm_eps, backend=backend)
-    rows, kind = math.prod(x.shape[:-1]), jax.devices()[0].device_kind
-    flat = dispatch.in_memory((x.reshape(rows, -1), heads.reshape(rows, -1), norm))
-    schedules = wide_tuning.wide_schedule(rows, o, kind), *wide_tuning.gated_schedules(rows, gate_up, down, kind)
-    out = wide.projected_mlp(*flat[:2], o, gate_up, down, flat[2], schedules=schedules, norm_eps=norm_eps)
-    return out.reshape(x.shape)
-
-
-def projected_mlp_refusal(
-    x: Float[Array, "*rows hidden"], o: Packed, gate_up: Packed, down: Packed, *, backend: Backend | None = None
-) -> str | None:
-    """Why no kernels do what is behind a layer's attention as a whole; None if some do."""
-    rows = math.prod(x.shape[:-1])
-    if not wide_tuning.WIDE_ROWS <= rows < wide_tuning.DEQUANTIZED_ROWS:
-        return f"it is for {wide_tuning.WIDE_ROWS} to {wide_tuning.DEQUANTIZED_ROWS - 1} rows"
-    choices = dispatch.choose("int4_matmul", refusals_of(rows, x.dtype, x.dtype, o), backend)
-    chosen = next(choice.backend for choice in choices if choice.taken)
-    if chosen != "mosaic":
-        return f"the {chosen} backend has no block behind attention"
-    return gated_mlp_refusal(x, gate_up, down, backend=backend)
-
-
 def gated_mlp_refusal(
     x: Float[Array, "*rows in_features"], gate_up: Packed, down: Packed, *, backend: Backend | None = None
 ) -> str | None:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.early_launch import take_turn
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.mosaic import Arguments, arguments_of
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
@@ -34,7 +35,7 @@ from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_arrange import arrange, shape
 from pallas_kernels.int4_matmul.wide_fetch import after, fetch
-from pallas_kernels.int4_matmul.wide_norm import arrange_normalised, arrange_sum_normalised
+from pallas_kernels.int4_matmul.wide_norm import arrange_normalised
 from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_results import store, store_lines, store_ordered
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
@@ -221,43 +222,13 @@ def gated_mlp(
     `gate_up` holds the rows of Wg, then those of Wu; `norm` as in `int4_matmul`. What is between the products is
     rounded to bfloat16 once, and written by the first kernel in the order in which the second takes it.
     """
-    plans = _mlp_plans(x.shape[0], gate_up, down, schedules)
-    image = arrange(x, plans[0]) if norm is None else arrange_normalised(x, plans[0], norm, norm_eps)
-    return _mlp(image, gate_up, down, plans)
-
-
-@functools.partial(jax.jit, static_argnames=("schedules", "norm_eps"))
-def projected_mlp(
-    x: jax.Array,
-    heads: jax.Array,
-    o: Packed,
-    gate_up: Packed,
-    down: Packed,
-    norm: jax.Array,
-    *,
-    schedules: tuple[WideSchedule, WideSchedule, WideSchedule],
-    norm_eps: float,
-) -> jax.Array:
-    """y + `gated_mlp` of y, where y is x + heads Wo^T: the sums of Wo's slices are added as the norm is taken."""
-    plan = WidePlan.of(x.shape[0], o, schedules[0])
-    plans = _mlp_plans(x.shape[0], gate_up, down, schedules[1:])
-    partial = launch(arrange(heads, plan), o, plan, jnp.dtype(jnp.float32))
-    image, x = arrange_sum_normalised(x, partial, plans[0], norm, norm_eps)
-    return x + _mlp(image, gate_up, down, plans)
-
-
-def _mlp_plans(
-    rows: int, gate_up: Packed, down: Packed, schedules: tuple[WideSchedule, ...]
-) -> tuple[WidePlan, WidePlan]:
+    rows, dtype = x.shape[0], jnp.dtype(jnp.bfloat16)
     second = WidePlan.of(rows, down, schedules[1])
     first = WidePlan.of(rows, gate_up, schedules[0])
-    return dataclasses.replace(first, gated=True, result_order=second.token_order), second
-
-
-def _mlp(image: jax.Array, gate_up: Packed, down: Packed, plans: tuple[WidePlan, WidePlan]) -> jax.Array:
-    dtype = jnp.dtype(jnp.bfloat16)
-    hidden = launch(image, gate_up, plans[0], dtype)
-    return functools.reduce(operator.add, list(launch(hidden, down, plans[1], dtype))).astype(dtype)
+    first = dataclasses.replace(first, gated=True, result_order=second.token_order)
+    image = arrange(x, first) if norm is None else arrange_normalised(x, first, norm, norm_eps)
+    hidden = launch(image, gate_up, first, dtype)
+    return functools.reduce(operator.add, list(launch(hidden, down, second, dtype))).astype(dtype)
 
 
 def launch(image: jax.Array, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -> jax.Array:
@@ -285,9 +256,7 @@ def launch(image: jax.Array, weight: Packed, plan: WidePlan, out_dtype: jnp.dtyp
             w = WideWarp(shared)
             multiply(w, plan, arguments, w.scalar(cluster), w.scalar(rank))
 
-        # The next kernel may be brought onto the card already; it waits for this one's end, as this one does before.
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
+        take_turn()
         emit(*refs, lax.axis_index("cluster"), lax.axis_index("rank") if schedule.cluster > 1 else jnp.int32(0))
 
     clusters = {"cluster": (schedule.cluster,), "cluster_names": ("rank",)} if schedule.cluster > 1 else {}
