@@ -170,6 +170,8 @@ def test_what_we_quantised_comes_back_bit_by_bit(format: Any, plan: Plan, tmp_pa
     assert same(packed(out), packed(store))
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert settings["quant_method"] == format
+    report = json.loads((out / "quantization_report.json").read_text())
+    assert report == {"plan": {"name": plan.name, **plan.to_mapping()}, "quality": None}
     if plan.name == "mixed":
         assert settings["format"] == "mixed-precision"
         assert settings["ignore"] == [f"model.layers.{i}.self_attn.o_proj" for i in range(2)]

@@ -1,23 +1,26 @@
 """`jaxinfer quantize MODEL --plan PLAN --out PATH`."""
 
 import argparse
+import dataclasses
+import logging
 import sys
 
-from jaxinfer.quantization.api import write_quantized
-from jaxinfer.quantization.calibration import Calibration
+from jaxinfer.quantization.api import windows_for, write_quantized
+from jaxinfer.quantization.calibration import EVALUATION_SAMPLES, Calibration, Windows
 from jaxinfer.quantization.pair import write_draft
-from jaxinfer.quantization.plan import resolve
+from jaxinfer.quantization.plan import Plan, resolve
+from jaxinfer.source import open_source
+
+log = logging.getLogger("jaxinfer")
+
+ERROR_SAMPLES = 8
+"""Windows on which the errors of weights are measured where no method looks at them."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the path of the store; how well it was done, where that was measured, goes to standard error."""
     plan = resolve(options.plan, "--plan ")
-    if options.calibration is not None:
-        calibration = Calibration.from_files(options.calibration, evaluation=options.evaluation)
-    elif options.evaluation is not None:
-        raise ValueError("--evaluation goes with --calibration, the text to calibrate with; give both")
-    else:
-        calibration = Calibration.bundled() if options.judge else None
+    calibration = calibration_for(options, plan)
     common = {
         "calibration": calibration,
         "promote_above": options.promote_above,
@@ -32,3 +35,31 @@ def run(options: argparse.Namespace) -> int:
         print(report or "quality: not measured; --judge or --calibration FILE measures it", file=sys.stderr)
     print(options.out)
     return 0
+
+
+def calibration_for(options: argparse.Namespace, plan: Plan) -> Calibration | Windows | None:
+    """The text to calibrate with and to judge by; None where nothing looks at any.
+
+    What is judged because nobody said otherwise is not, with a warning, where the tokenizer cannot read the text.
+    """
+    if options.calibration is None and options.evaluation is not None:
+        raise ValueError("--evaluation goes with --calibration, the text to calibrate with; give both")
+    judged = options.judge is not False
+    if options.calibration is not None:
+        calibration = Calibration.from_files(options.calibration, evaluation=options.evaluation)
+        return calibration if judged else dataclasses.replace(calibration, evaluation_samples=0)
+    if plan.needs_calibration or options.promote_above is not None or options.target is not None:
+        return Calibration.bundled(evaluation_samples=EVALUATION_SAMPLES if judged else 0)
+    if not judged:
+        return None
+    calibration = Calibration.bundled(samples=ERROR_SAMPLES, evaluation_samples=EVALUATION_SAMPLES)
+    if options.judge:
+        return calibration
+    with open_source(options.model, progress=not options.quiet) as source:
+        if source.tokenizer is None:
+            return None
+        try:
+            return windows_for(calibration, source.tokenizer, source.config)
+        except ValueError as error:
+            log.warning("%s: quality is not measured: %s", options.model, error)
+            return None

@@ -30,8 +30,9 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--judge",
-        action="store_true",
-        help="report perplexity and KL divergence from the original, also of plans that need no text",
+        action=argparse.BooleanOptionalAction,
+        help="report perplexity and KL divergence from the original, and keep them in the store; default: if the model "
+        "has a tokenizer. --no-judge takes less time",
     )
     parser.add_argument(
         "--target",

@@ -30,6 +30,7 @@ log = logging.getLogger("jaxinfer")
 type ExportFormat = Literal["safetensors", "awq", "compressed-tensors"]
 
 _HEAD = "lm_head.weight"
+REPORT = "quantization_report.json"
 
 
 def export(
@@ -44,7 +45,8 @@ def export(
 
     "safetensors" decodes everything to `dtype`, by default bfloat16. "awq" and "compressed-tensors" keep codes, scales
     and zeros as they are, which is exact, and raise ValueError for those that the format does not have, naming the
-    weight; what is not quantised has `dtype`. Norms are float32. A GGUF file has no config.json to write, and neither
+    weight; what is not quantised has `dtype`. Norms are float32. Plan and quality report of a store are in
+    `quantization_report.json`, which other engines leave alone. A GGUF file has no config.json to write, and neither
     has a store of one: they are refused.
 
     Raises FileExistsError where there is something at `out`, and what `jaxinfer.load` raises.
@@ -54,7 +56,7 @@ def export(
     dtype = None if dtype is None else weights_dtype_for(dtype)
     progress = is_watched() if progress is None else progress
     with open_source(source, progress=progress) as opened:
-        files = opened.files()
+        files = opened.files() | _report(opened)
         config_json = _config_json(opened, files, os.fspath(source))
         weights_dtype = np.dtype(written_dtype(opened, dtype, os.fspath(source)))
         with written_whole(path) as folder, opened.tensors() as (checkpoint, match):
@@ -79,6 +81,15 @@ def export(
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
     return path
+
+
+def _report(opened: Source) -> dict[str, bytes]:
+    """What a store knows of how it was quantised, as a file."""
+    if not isinstance(opened, StoreSource):
+        return {}
+    manifest = opened.store.manifest
+    known = {"plan": manifest.plan, "quality": manifest.quality}
+    return {REPORT: json.dumps(known, indent=2).encode()} if any(known.values()) else {}
 
 
 def _config_json(opened: Source, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
