@@ -164,7 +164,7 @@ def read(w: Any, plan: Plan, a: mosaic.Arguments, slice_: Any, block: Any, *, wi
     zero, total = w.integer(0), w.integer(0)
     tokens = Tokens(w, plan, a.x, None, stream.first_tile).words() if with_x else []
     stream.open()
-    stream.fill(0, plan.schedule.depth)
+    stream.fill()
     for words in (words for steps in tokens for blocks in steps for words in blocks):
         total = total + words[0] + words[1]
     stream.spare_is_free()

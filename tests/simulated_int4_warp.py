@@ -9,7 +9,6 @@ from simulated_code_words import SimulatedCodeWords
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
 from pallas_kernels.int4_matmul import mosaic
-from pallas_kernels.int4_matmul.ahead import Ahead
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Weights
@@ -72,14 +71,6 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
     def copy_wait(self, pending: int) -> None:
         while len(self.groups) > pending:
             self._place(self.groups.pop(0))
-
-    def prefetch(self, ref: np.ndarray, offset: np.ndarray, nbytes: int, predicate: np.ndarray) -> None:
-        """Has no effect; an array of int8 counts how often each byte is asked for."""
-        for place in offset[predicate]:
-            assert place % 16 == nbytes % 16 == 0, "unaligned prefetch"
-            assert 0 <= place <= ref.nbytes - nbytes, "prefetch from outside the array"
-            if ref.dtype == np.int8:
-                ref[place : place + nbytes] += 1
 
     def warp_barrier(self) -> None:
         pass  # the 32 lanes of a simulated warp are always together
@@ -233,7 +224,6 @@ def simulate(
     fusion: Fusion = PLAIN,
     norm: np.ndarray | None = None,
     residual: np.ndarray | None = None,
-    ahead: Ahead | None = None,
 ) -> np.ndarray:
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, results]."""
     plan = Plan.of(x.shape[0], weight, schedule, fusion)
@@ -244,7 +234,6 @@ def simulate(
         x=np.ascontiguousarray(x).reshape(-1).view(np.uint8),
         norm=norm,
         residual=None if residual is None else residual.reshape(-1),
-        ahead=ahead,
         out=out,
         out_dtype=out_dtype,
     )
@@ -266,8 +255,6 @@ def _run_block(plan: Plan, arguments: Any, slice_: int, block: int) -> None:
 
     def program(warp: SimulatedWarp, _: int) -> None:
         w = SimulatedWideWarp(warp, barriers)
-        if plan.asks_early:
-            mosaic.ask_early(w, plan, arguments, w.integer(slice_), w.integer(block))
         mosaic.multiply(w, plan, arguments, w.integer(slice_), w.integer(block))
 
     run_cluster(1, plan.schedule.warps, plan.shared_bytes, program)

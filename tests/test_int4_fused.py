@@ -15,8 +15,7 @@ from jaxinfer.layers import mlp as mlp_module
 from jaxinfer.layers.linear import add_linear, norm_linear
 from jaxinfer.layers.mlp import gated_hidden
 from pallas_kernels.int4_matmul import PackedInt4, fused_refusal, int4_matmul_fused, to_mosaic, tuning
-from pallas_kernels.int4_matmul.ahead import Ahead, Next
-from pallas_kernels.int4_matmul.plan import Fusion, Plan, Schedule
+from pallas_kernels.int4_matmul.plan import Fusion, Schedule
 
 EPS = 1e-5
 FUSIONS = [Fusion(norm_eps=EPS), Fusion(norm_eps=EPS, gated=True), Fusion(gated=True), Fusion(residual=True)]
@@ -68,14 +67,6 @@ def test_fused_kernel_on_simulated_warps(rows, in_features, group_size, schedule
         (3, 992, 32, Schedule(warps=4, parts=2, strips=2, depth=1, blocks=2, scaled=True)),
         (5, 1024, 64, Schedule(warps=8, parts=1, strips=2, depth=2, blocks=2, scaled=True, bulk=True)),
         (1, 1024, 128, Schedule(warps=4, parts=2, strips=4, depth=2, blocks=3, scaled=True, bulk=True)),
-        (1, 1024, 128, Schedule(warps=4, parts=2, strips=4, depth=3, blocks=3, scaled=True, bulk=True, early=2)),
-        (1, 1024, 128, Schedule(warps=4, parts=2, strips=2, depth=3, blocks=5, scaled=True, early=3)),
-        (
-            1,
-            1024,
-            128,
-            Schedule(warps=8, parts=1, strips=2, depth=1, blocks=5, scaled=True, hinted=3, norm_hinted=True),
-        ),
     ],
 )
 def test_other_schedules_on_simulated_warps(rows, in_features, group_size, schedule) -> None:
@@ -201,21 +192,3 @@ def test_fused_kernel_on_the_gpu(rows: int, out_features: int, in_features: int,
     )
     want = expected(x, values, fusion, norm, residual.astype(BF16).astype(np.float64))
     assert np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want) < 4e-3
-
-
-@pytest.mark.parametrize("strips", [1, 3])
-@pytest.mark.parametrize("blocks", [2, 9])
-def test_a_product_asks_once_for_what_each_block_of_the_next_reads_first(strips: int, blocks: int) -> None:
-    """The next one is gated: its blocks read gate and up in turns, strips 0 and 7, 1 and 8, ..."""
-    x = tokens(1, 512)
-    weight = to_mosaic(make(224, 512, 128, "zero_point")[0])
-    schedule = Schedule(warps=4, parts=1, strips=2, depth=2, blocks=blocks)
-    following = Plan.of(1, weight, Schedule(warps=4, parts=1, strips=2, depth=2, blocks=3), Fusion(gated=True))
-    asked = np.zeros(224 * 512 // 2, np.int8)
-    with_it = simulate(x, weight, schedule, ahead=Ahead(Next(following, strips), asked))
-    assert np.array_equal(with_it, simulate(x, weight, schedule))
-    # Three blocks share seven strips of results: they begin with the strips 0, 2 and 4.
-    expected = {1: (0, 2, 4), 3: (0, 7, 1, 2, 9, 3, 4, 11, 5)}[strips]
-    counts = asked.reshape(14, -1)
-    assert (counts[list(expected)] == 1).all()
-    assert counts.sum() == len(expected) * counts.shape[1]

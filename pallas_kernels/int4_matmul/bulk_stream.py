@@ -47,18 +47,17 @@ class BulkStream:
         w.barriers_ready()
         w.block_barrier()
 
-    def fill(self, begin: int, end: int) -> None:
-        """Asks for strips of the first `depth`."""
+    def fill(self) -> None:
+        """Asks for the first strips."""
         w = self.w
 
         def start() -> None:
-            if not begin:
-                w.arrive_in(self._full(w.integer(0)), None, self._thread)  # nothing comes into the spare slot yet
-            last = w.integer(end)
-            w.loop(w.select(last < self.count, last, self.count) - begin, (), one)
+            w.arrive_in(self._full(w.integer(0)), None, self._thread)  # nothing comes into the spare slot yet
+            depth = w.integer(self.plan.schedule.depth)
+            w.loop(w.select(depth < self.count, depth, self.count), (), one)
 
-        def one(index: Any, carry: Sequence[Any]) -> Sequence[Any]:
-            self._ask(index + begin, index + (begin + 1))
+        def one(strip: Any, carry: Sequence[Any]) -> Sequence[Any]:
+            self._ask(strip, strip + 1)
             return carry
 
         w.when(self._leader, start)

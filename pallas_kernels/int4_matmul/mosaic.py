@@ -29,11 +29,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.int4_matmul.ahead import Ahead, Next, hint
+from pallas_kernels.early_launch import take_turn
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens, bias_of
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, Kind
+from pallas_kernels.int4_matmul.packing import STRIP, Kind
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PIECE_BYTES, PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.scaled import Row, Scaled
@@ -55,34 +55,6 @@ class Arguments:
     bits: int
     norm: Any = None
     residual: Any = None
-    ahead: Ahead | None = None
-
-
-def stream_of(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> Stream | BulkStream:
-    return (BulkStream if plan.schedule.bulk else Stream)(w, plan, a.weights, slice_, block)
-
-
-def ask_early(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
-    """What a warp does before the kernel before this one has ended, where the schedule says `early`."""
-    stream = stream_of(w, plan, a, slice_, block)
-    if plan.schedule.early:
-        stream.open()
-        stream.fill(0, plan.schedule.early)
-    if plan.schedule.norm_hinted and a.norm is not None:
-        w.prefetch(a.norm, stream.first_tile * (4 * COLUMNS), 4 * plan.warp_columns, w.lane < 1)
-
-    def hints() -> None:
-        for strip in range(plan.schedule.hinted):
-            if plan.schedule.pace:
-                w.sleep((w.warp + 1 if strip == 0 else w.integer(plan.schedule.warps)) * plan.schedule.pace)
-            hint(w, plan, a.weights, slice_, stream, strip)
-
-    if plan.schedule.pace:
-        w.when(block < plan.blocks_per_slice - 32, hints)
-    else:
-        hints()
-    if a.ahead is not None and a.ahead.next.at_once:
-        a.ahead.ask(w, plan, slice_, block)
 
 
 def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
@@ -90,15 +62,11 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     schedule = plan.schedule
     group, quad = w.lane // 4, w.lane % 4
     zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
-    stream = stream_of(w, plan, a, slice_, block)
+    stream = (BulkStream if schedule.bulk else Stream)(w, plan, a.weights, slice_, block)
     # x first: it waits for all weights that were asked for before it.
     x = operand(w, plan, a, stream)
-    # Without a barrier, ptxas would move the loads of x to where it is used, behind all weights.
-    if schedule.early:
-        w.warp_barrier()
-    else:
-        stream.open()
-    stream.fill(schedule.early, schedule.depth)
+    stream.open()  # without a barrier, ptxas would move the loads of x to where it is used, behind all weights
+    stream.fill()
     w.warp_barrier()
     x.prepare(None if a.weights.book is None else Book(w, a.weights.book, as_bytes=schedule.digits))
     stream.spare_is_free()
@@ -107,8 +75,6 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     def turn(index: Any, carry: Any) -> Any:
         place, buffer, end, *slots = carry
         places = stream.arrived(index, slots)
-        if a.ahead is not None and not a.ahead.next.at_once:
-            a.ahead.after(w, plan, stream, slice_, block, index)
         pieces = [words_of(places.words + w.lane * 16, t * plan.tile_bytes) for t in range(plan.warp_tiles)]
         totals = [nothing] * plan.token_blocks
         for i in range(plan.segments):
@@ -226,26 +192,23 @@ def arguments_of(weight: Packed, *, out_dtype: str, **arrays: Any) -> Arguments:
 
 
 # Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.
-@functools.partial(jax.jit, static_argnames=("schedule", "out_dtype", "fusion", "ahead"))
+@functools.partial(jax.jit, static_argnames=("schedule", "out_dtype", "fusion"))
 def int4_matmul(
     x: jax.Array,
     weight: Packed,
     norm: jax.Array | None = None,
     residual: jax.Array | None = None,
-    following: jax.Array | None = None,
     *,
     schedule: Schedule,
     out_dtype: jnp.dtype,
     fusion: Fusion = PLAIN,
-    ahead: Next | None = None,
 ) -> jax.Array:
     """x [rows, in_features] bf16 times a weight of the mosaic layout -> [rows, results].
 
-    `norm` float32 [in_features] and `residual` [rows, results] in `out_dtype` are given where `fusion` has them,
-    `following`, the codes of the next product's weight, where `ahead` says what the L2 cache should have of them.
+    `norm` float32 [in_features] and `residual` [rows, results] in `out_dtype` are given where `fusion` has them.
     """
-    arrays = [array for array in (norm, residual, following) if array is not None]
-    partial = partial_sums(x, weight, *arrays, schedule=schedule, out_dtype=out_dtype, fusion=fusion, ahead=ahead)
+    arrays = [array for array in (norm, residual) if array is not None]
+    partial = partial_sums(x, weight, *arrays, schedule=schedule, out_dtype=out_dtype, fusion=fusion)
     # Written as a chain of additions, XLA makes it part of the next elementwise operation.
     return functools.reduce(operator.add, list(partial)).astype(out_dtype)
 
@@ -257,7 +220,6 @@ def partial_sums(
     schedule: Schedule,
     out_dtype: jnp.dtype,
     fusion: Fusion = PLAIN,
-    ahead: Next | None = None,
     program: Callable[[Any, Plan, Arguments, Any, Any], None] = multiply,
 ) -> jax.Array:
     """The same before the last addition: [slices, rows, results], float32 unless there is only one slice.
@@ -274,33 +236,25 @@ def partial_sums(
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
-        def emit(program: Callable[..., None]) -> None:
-            @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
-            def instructions(ctx: Any, *values: Any) -> None:
-                del ctx
-                *given, x_ref, out, shared, slice_, block = values
-                rest = given[len(given) - len(arrays) :]
-                arguments = arguments_of(
-                    weight,
-                    weights=Weights.of(weight, given[: len(given) - len(arrays)]),
-                    x=x_ref,
-                    norm=None if fusion.norm_eps is None else rest.pop(0),
-                    residual=rest.pop(0) if fusion.residual else None,
-                    ahead=None if ahead is None else Ahead(ahead, rest.pop(0)),
-                    out=out,
-                    out_dtype=str(dtype),
-                )
-                w = WideWarp(shared)
-                program(w, plan, arguments, w.scalar(slice_), w.scalar(block))
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
+        def emit(ctx: Any, *values: Any) -> None:
+            del ctx
+            *given, x_ref, out, shared, slice_, block = values
+            rest = given[len(given) - len(arrays) :]
+            arguments = arguments_of(
+                weight,
+                weights=Weights.of(weight, given[: len(given) - len(arrays)]),
+                x=x_ref,
+                norm=None if fusion.norm_eps is None else rest[0],
+                residual=rest[-1] if fusion.residual else None,
+                out=out,
+                out_dtype=str(dtype),
+            )
+            w = WideWarp(shared)
+            program(w, plan, arguments, w.scalar(slice_), w.scalar(block))
 
-            instructions(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
-
-        # The next kernel may be brought onto the card: it waits for this one's end, as this one for the last one's.
-        plgpu.griddepcontrol_launch_dependents()
-        if plan.asks_early:
-            emit(ask_early)
-        plgpu.griddepcontrol_wait()
-        emit(program)
+        take_turn()
+        emit(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
 
     threads = {"num_threads": schedule.warps // 4, "thread_name": "warpgroup"} if schedule.warps > 4 else {}
     return plgpu.kernel(

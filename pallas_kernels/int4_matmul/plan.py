@@ -21,10 +21,7 @@ class Schedule:
     16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are added after every
     `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
-    and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py. `early` strips of the `depth` are asked for
-    before the kernel before this one has ended, which is for weights that no kernel of the program writes;
-    `hinted` strips come into the L2 cache by then, which is for any weight, and, where `norm_hinted`, a norm's weights.
-    `pace`: nanoseconds between what two warps ask for so, in all blocks but the last 32.
+    and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py.
     """
 
     warps: int = 16
@@ -35,10 +32,6 @@ class Schedule:
     digits: bool = False
     scaled: bool = False
     bulk: bool = False
-    early: int = 0
-    hinted: int = 0
-    norm_hinted: bool = False
-    pace: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +145,6 @@ class Plan:
     def segments(self) -> int:
         """Segments of a warp's inputs."""
         return self.warp_columns // self.segment
-
-    @property
-    def asks_early(self) -> bool:
-        """Whether there is something to ask for before the kernel before this one has ended."""
-        return self.schedule.early > 0 or self.schedule.hinted > 0 or self.schedule.norm_hinted
 
     @property
     def even(self) -> bool:

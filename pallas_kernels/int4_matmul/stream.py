@@ -126,9 +126,9 @@ class Stream:
     def open(self) -> None:
         self.w.warp_barrier()
 
-    def fill(self, begin: int, end: int) -> None:
-        """Asks for strips of the first `depth`."""
-        for d in range(begin, end):
+    def fill(self) -> None:
+        """Asks for the first strips."""
+        for d in range(self.plan.schedule.depth):
             self._start(self.w.integer(d), self.w.integer(d * self.plan.slot_bytes))
 
     def spare_is_free(self) -> None:

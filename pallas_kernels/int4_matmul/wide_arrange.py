@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.early_launch import take_turn
 from pallas_kernels.int4_matmul.packing import steps_per_run
 from pallas_kernels.int4_matmul.wide_plan import STAGE, TokenOrder, WidePlan
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
@@ -94,9 +95,7 @@ def by_kernel(x: jax.Array, plan: WidePlan) -> jax.Array:
             w = WideWarp(shared)
             reorder(w, plan, x_ref, out, w.scalar(block))
 
-        # The next kernel may be brought onto the card already; it waits for this one's end, as this one does before.
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
+        take_turn()
         emit(*refs, lax.axis_index("block"))
 
     return plgpu.kernel(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.early_launch import take_turn
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.mosaic import Arguments, arguments_of
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, steps_per_run
@@ -103,9 +104,7 @@ def dequantize(weight: Packed) -> jax.Array:
             w = WideWarp(shared)
             unpack(w, plan, arguments, w.scalar(block))
 
-        # The next kernel may be brought onto the card already; it waits for this one's end, as this one does before.
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
+        take_turn()
         emit(*refs, lax.axis_index("block"))
 
     return plgpu.kernel(

@@ -128,15 +128,6 @@ class WideWarp(Int4Warp):
         ptx = f"@$3 {operation}.multicast::cluster [$0], [$1], {nbytes}, [$2], $4;"
         self._emit(ptx, "r,l,r,b,h", *operands, mask)
 
-    def sleep(self, nanoseconds: Value) -> None:
-        """About as long, at most twice."""
-        self._emit("nanosleep.u32 $0;", "r", nanoseconds.ir)
-
-    def prefetch(self, ref: ir.Value, offset: Value, nbytes: int, predicate: Value) -> None:
-        """Asks the L2 cache for `nbytes`, a multiple of 16, from byte `offset` of `ref` on, a multiple of 16 too."""
-        ptx = f"@$1 cp.async.bulk.prefetch.L2.global [$0], {nbytes};"
-        self._emit(ptx, "l,b", self._pointer(ref, offset, 1), predicate.ir)
-
     def store_at(self, ref: ir.Value, offset: Value, constant: int, value: Value, dtype: str, predicate: Value) -> None:
         """A float32 value, rounded to `dtype`, to element `offset + constant`.
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.early_launch import take_turn
 from pallas_kernels.paged_attention.fragments import element_of
 from pallas_kernels.paged_attention.merge import Outputs, Place, merge
 from pallas_kernels.paged_attention.plan import Plan
@@ -139,9 +140,7 @@ def launch(
             indices = [w.scalar(x) for x in values[len(refs) :]]
             program(w, arrays[: len(operands)], arrays[len(operands) :], *indices)
 
-        # The next kernel may be brought onto the card: it waits for this one's end, as this one for the last one's.
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
+        take_turn()
         split = jax.lax.axis_index("split") if plan.splits > 1 else jnp.int32(0)
         emit(*refs, *[jax.lax.axis_index(name) for name in ("row", "kv_head", "row_block")], split)
 
