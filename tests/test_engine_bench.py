@@ -76,6 +76,9 @@ def test_replay_submits_when_it_is_time_and_counts_from_then(tmp_path: pathlib.P
         ('{"prompt": "a", "token_ids": [1]}', "line 2: expected an object with one of"),
         ('{"prompt": 3}', "line 2: prompt is a string, token_ids a list of integers"),
         ('{"prompt_tokens": 0}', "line 2: prompt is a string, token_ids a list"),
+        ('{"prompt_tokens": true}', "line 2: prompt is a string, token_ids a list"),
+        ('{"prompt_tokens": 1000000000}', "prompt_tokens an integer from 1 to the context, 128"),
+        ("[" * 100_000, "line 2 is not JSON"),
         ('{"prompt": "a", "arrival": -1}', "line 2: arrival is -1; expected seconds from 0 on"),
         ('{"prompt": "a", "params": {"top_q": 1}}', "line 2: no sampling field 'top_q'"),
         ('{"prompt": "a", "params": 3}', "line 2: params is 3; expected an object"),
@@ -138,7 +141,7 @@ def test_bench_makes_programs_for_its_workload_alone(
     assert main(["bench", str(folder), "--requests", "3"]) == 2
     assert made[1].max_context <= 63 and "enough" in capsys.readouterr().err
     workload = tmp_path / "workload.jsonl"
-    workload.write_text('{"prompt_tokens": 3}\n{"prompt_tokens": 65, "params": {"logprobs": 2}}\n')
+    workload.write_text('{"prompt_tokens": 3}\n' + json.dumps({"token_ids": [1] * 65}))
     assert main(["bench", str(folder), "--workload", str(workload)]) == 2
     assert "prompt 1 has 65 tokens, but the context of" in capsys.readouterr().err
     workload.write_text('{"prompt_tokens": 3}\n{"prompt_tokens": 5, "params": {"logprobs": 2}}\n')
@@ -152,6 +155,7 @@ def test_bench_makes_programs_for_its_workload_alone(
         (["--rate", "0"], "error: --rate 0.0; expected a number above 0\n"),
         (["--requests", "-1"], "error: --requests -1; expected a number above 0\n"),
         (["--prompt-tokens", "9", "2"], "--prompt-tokens 9 2: expected two lengths of at least 1"),
+        (["--output-tokens", "1", "999999999"], "the smaller first, and at most the context, 64"),
         (["--workload", "none.jsonl"], "none.jsonl: No such file"),
     ],
     ids=str,

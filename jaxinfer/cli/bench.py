@@ -34,14 +34,14 @@ def run(options: argparse.Namespace) -> int:
     if options.workload is not None:
         arrivals = read_workload(options.workload, model, params)
     else:
-        half = model.config.max_position_embeddings // 2
+        context = model.config.max_position_embeddings
         prompts, outputs = ((16, 128), (16, 32)) if on_cpu else ((100, 1024), (100, 1024))
         arrivals = random_workload(
             model.config.num_tokens,
             num_requests=options.requests,
             rate=options.rate,
-            prompt_tokens=_bounds("--prompt-tokens", options.prompt_tokens, prompts, half),
-            output_tokens=_bounds("--output-tokens", options.output_tokens, outputs, half),
+            prompt_tokens=_bounds("--prompt-tokens", options.prompt_tokens, prompts, context),
+            output_tokens=_bounds("--output-tokens", options.output_tokens, outputs, context),
             params=params,
             seed=options.seed,
         )
@@ -71,12 +71,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _bounds(name: str, given: list[int] | None, default: tuple[int, int], most: int) -> tuple[int, int]:
-    """The lengths given, or the default ones as far as the model's context goes."""
+def _bounds(name: str, given: list[int] | None, default: tuple[int, int], context: int) -> tuple[int, int]:
+    """The lengths given, or the default ones, of which prompt and output may have half of the context each."""
     if given is None:
         low, high = default
-        return min(low, most), min(high, most)
+        return min(low, context // 2), min(high, context // 2)
     low, high = given
-    if not 1 <= low <= high:
-        raise ValueError(f"{name} {low} {high}: expected two lengths of at least 1, the smaller first")
+    if not 1 <= low <= high <= context:
+        raise ValueError(
+            f"{name} {low} {high}: expected two lengths of at least 1, the smaller first, and at most the context, "
+            f"{context}"
+        )
     return low, high

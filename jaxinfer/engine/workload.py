@@ -73,7 +73,7 @@ def read_workload(path: str | os.PathLike[str], model: Model, params: SamplingPa
         where = f"{os.fspath(path)} line {number}"
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} is not JSON: {error}") from error
         try:
             arrivals.append(_arrival(record, model, params, rng))
@@ -95,14 +95,17 @@ def _arrival(record: Any, model: Model, params: SamplingParams, rng: np.random.G
         raise ValueError(f"params is {own!r}; expected an object of sampling fields")
     fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     row = SamplingParams.from_dict(fields | own)
+    longest = model.config.max_position_embeddings
     match record:
         case {"prompt": str(text)}:
             return Arrival(float(seconds), text, row)
         case {"token_ids": list(ids)}:
             return Arrival(float(seconds), ids, row)
-        case {"prompt_tokens": int(count)} if count > 0:
+        case {"prompt_tokens": int(count)} if not isinstance(count, bool) and 0 < count <= longest:
             return Arrival(float(seconds), rng.integers(0, model.config.num_tokens, count).tolist(), row)
-    raise ValueError("prompt is a string, token_ids a list of integers, prompt_tokens an integer of at least 1")
+    raise ValueError(
+        f"prompt is a string, token_ids a list of integers, prompt_tokens an integer from 1 to the context, {longest}"
+    )
 
 
 def replay(
