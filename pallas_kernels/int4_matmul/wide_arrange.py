@@ -10,12 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.early_launch import take_turn
+from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.packing import steps_per_run
 from pallas_kernels.int4_matmul.wide_plan import STAGE, TokenOrder, WidePlan
-from pallas_kernels.int4_matmul.wide_warp import WideWarp
 
 FEW_ROWS = 64
 WARPS = 8
@@ -85,26 +83,9 @@ def write(w: Any, plan: WidePlan, out: Any, words: list[Any], place: Any, there:
 
 
 def by_kernel(x: jax.Array, plan: WidePlan) -> jax.Array:
-    scalar = plgpu.Layout.WG_SPLAT(())
+    def program(w: Any, references: Any, block: Any) -> None:
+        x_ref, out = references
+        reorder(w, plan, x_ref, out, block)
 
-    def kernel(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar))
-        def emit(ctx: Any, *values: Any) -> None:
-            del ctx
-            x_ref, out, shared, block = values
-            w = WideWarp(shared)
-            reorder(w, plan, x_ref, out, w.scalar(block))
-
-        take_turn()
-        emit(*refs, lax.axis_index("block"))
-
-    return plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(shape_of(plan), jnp.int32),
-        grid=(blocks(plan),),
-        grid_names=("block",),
-        num_threads=WARPS // 4,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((32,), jnp.float32)],
-        kernel_name="int4_arrange",
-    )(x)
+    out_type = jax.ShapeDtypeStruct(shape_of(plan), jnp.int32)
+    return run_blocks(program, [x], out_type, blocks=blocks(plan), warps=WARPS, name="int4_arrange")

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.early_launch import take_turn
+from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.mosaic import Arguments, arguments_of
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, steps_per_run
@@ -20,7 +19,6 @@ from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
-from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 
 WARPS, TILES = 8, 4
@@ -87,36 +85,15 @@ def unpack(w: Any, plan: WidePlan, a: Arguments, block: Any) -> None:
 def dequantize(weight: Packed) -> jax.Array:
     """A weight of the mosaic layout as bfloat16 [out_features, in_features]."""
     plan = WidePlan.of(1, weight, WideSchedule())
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    def kernel(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar))
-        def emit(ctx: Any, *values: Any) -> None:
-            del ctx
-            *arrays, out, shared, block = values
-            arguments = arguments_of(
-                weight,
-                weights=Weights.of(weight, arrays),
-                x=None,
-                out=out,
-                out_dtype="bfloat16",
-            )
-            w = WideWarp(shared)
-            unpack(w, plan, arguments, w.scalar(block))
+    def program(w: Any, references: Any, block: Any) -> None:
+        *arrays, out = references
+        weights = Weights.of(weight, arrays)
+        unpack(w, plan, arguments_of(weight, weights=weights, x=None, out=out, out_dtype="bfloat16"), block)
 
-        take_turn()
-        emit(*refs, lax.axis_index("block"))
-
-    return plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(weight.shape, jnp.bfloat16),
-        grid=(blocks(plan),),
-        grid_names=("block",),
-        num_threads=WARPS // 4,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((32,), jnp.float32)],
-        kernel_name="int4_dequantize",
-    )(*arrays_of(weight))
+    out_type = jax.ShapeDtypeStruct(weight.shape, jnp.bfloat16)
+    arrays = arrays_of(weight)
+    return run_blocks(program, arrays, out_type, blocks=blocks(plan), warps=WARPS, name="int4_dequantize")
 
 
 @functools.partial(jax.jit, static_argnames="out_dtype")

@@ -9,13 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.early_launch import take_turn
+from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.wide_arrange import read, shape_of, write
 from pallas_kernels.int4_matmul.wide_plan import STAGE, WidePlan
-from pallas_kernels.int4_matmul.wide_warp import WideWarp
 
 TOKENS, WARP_INPUTS = 2, 512
 """Of a block, and of each of its warps."""
@@ -70,26 +67,17 @@ def _sum_of_squares(w: Any, plan: WidePlan, numbers: Sequence[Any]) -> Any:
 
 def arrange_normalised(x: jax.Array, plan: WidePlan, norm: jax.Array, eps: float) -> jax.Array:
     """x [rows, in_features] bf16, divided by the root of its mean square and times `norm` (float32), see `arrange`."""
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    def kernel(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar))
-        def emit(ctx: Any, *values: Any) -> None:
-            del ctx
-            x_ref, norm_ref, out, shared, block = values
-            w = WideWarp(shared)
-            normalise(w, plan, x_ref, norm_ref, eps, out, w.scalar(block))
+    def program(w: Any, references: Any, block: Any) -> None:
+        x_ref, norm_ref, out = references
+        normalise(w, plan, x_ref, norm_ref, eps, out, block)
 
-        take_turn()
-        emit(*refs, lax.axis_index("block"))
-
-    return plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(shape_of(plan), jnp.int32),
-        grid=(blocks(plan),),
-        grid_names=("block",),
-        num_threads=warps(plan) // 4,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((max(32, TOKENS * warps(plan)),), jnp.float32)],
-        kernel_name="int4_normalise",
-    )(x, norm)
+    return run_blocks(
+        program,
+        [x, norm],
+        jax.ShapeDtypeStruct(shape_of(plan), jnp.int32),
+        blocks=blocks(plan),
+        warps=warps(plan),
+        name="int4_normalise",
+        shared_floats=max(32, TOKENS * warps(plan)),
+    )
