@@ -1,6 +1,5 @@
 """Prompts by the original weights, decoding by their codes: `load(..., prefill_dtype=...)`."""
 
-import dataclasses
 import logging
 
 import engine_cases as cases
@@ -59,22 +58,17 @@ def test_an_engine_computes_prompts_by_the_copy_and_output_by_the_codes() -> Non
     params = cases.params(max_tokens=30)
     prompts = [cases.prompt(length, row) for row, length in enumerate((9, 14, 21, 30))]
     answers = [output.completions[0].token_ids for output in ji.generate(both, prompts, params)]
-    other = ji.generate(dataclasses.replace(both, prefill_params=None), prompts, params)
-    assert answers != [output.completions[0].token_ids for output in other], "the copy makes no difference"
     longer, few = [prompts[0] + list(answers[0])], cases.params(max_tokens=9)
-    (after,) = ji.generate(both, longer, few)
     with cases.engine(both, sampling=(params,), prefill_rows=(1,)) as engine:
         assert engine.settings.rereads
         engine.warmup(progress=False)
-        assert [output.completions[0].token_ids for output in engine.generate(prompts, params)] == answers
-        assert engine.metrics().preemptions > 0
-        pair = [prompts[0]], [list(answers[0])]
-        assert engine.score(*pair)[0].logprob == pytest.approx(ji.score(both, *pair)[0].logprob, abs=1e-4)
+        (cold,) = engine.generate(longer, few)
         for _ in range(2):
-            assert engine.generate(longer, few)[0].completions[0].token_ids == after.completions[0].token_ids
+            assert [output.completions[0].token_ids for output in engine.generate(prompts, params)] == answers
+            assert engine.generate(longer, few)[0].completions[0].token_ids == cold.completions[0].token_ids
         metrics = engine.metrics()
-        assert metrics.prefix_hit_rate > 0
-        assert metrics.compilations_after_warmup <= 2  # scoring's, which nobody announces
+        assert metrics.preemptions > 0 and metrics.prefix_hit_rate > 0
+        assert metrics.compilations_after_warmup == 0
 
 
 def test_a_packed_head_of_a_tied_model_is_the_embedding_again_and_random_weights_too() -> None:
