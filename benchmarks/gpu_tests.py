@@ -18,6 +18,7 @@ FILES = (
     "test_int4_fused.py",
     "test_int4_wide.py",
     "test_packed_products.py",
+    "test_packed_weights.py",
     "test_paged_attention.py",
     "test_int4_triton.py",
     "test_paged_attention_triton.py",

@@ -5,6 +5,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -108,6 +109,20 @@ def test_products_of_codes_with_a_scale_a_block(
     halves = linear(x.astype(jnp.bfloat16), weight)
     assert halves.dtype == jnp.bfloat16
     np.testing.assert_allclose(halves.astype(jnp.float32), np.asarray(x) @ dense.T, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 100])
+def test_products_of_blocks_on_a_gpu(rng: np.random.Generator, rows: int) -> None:
+    """As XLA's kernels for the card compute them, against float64."""
+    codes = rng.normal(0, 2, (1024, 512)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(0.01, 0.02, (8, 4)).astype(np.float32)
+    dense = codes.astype(np.float64) * np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)
+    x = jnp.asarray(rng.standard_normal((rows, 512), np.float32)).astype(jnp.bfloat16)
+    expected = np.asarray(x).astype(np.float64) @ dense.T
+    weight = BlockCodes(jnp.asarray(codes), jnp.asarray(scales), (128, 128))
+    found = np.asarray(jax.jit(linear)(x, weight)).astype(np.float64)
+    np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.005 * np.abs(expected).max())
 
 
 def test_random_int4_model_has_packed_layers_and_a_dense_head(tmp_path: pathlib.Path) -> None:
