@@ -107,6 +107,14 @@ def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):
     assert (batch * kv_heads * got.splits, got.warps) == (blocks, warps)
 
 
+@pytest.mark.parametrize(("q_heads", "depth"), [(8, 2), (32, 1)])
+def test_schedule_of_codes_leaves_registers_for_the_sums(q_heads, depth):
+    """512 tokens: two tiles in flight, but not beside the sums of 32 rows of 128 elements."""
+    shape = {"batch": 1, "tokens": 1, "q_heads": q_heads, "kv_heads": 1, "head_dim": 128}
+    got = plan.plan_for(**shape, page_size=16, pages_per_row=32, scale=1.0, kv="int8")
+    assert (got.splits, got.warps, got.depth) == (8, 4, depth)
+
+
 INT8, SCALES = jnp.zeros((4, 2, 16, 64), jnp.int8), jnp.ones((4, 2, 16))
 INT8_CALL = {"k_pages": INT8, "v_pages": INT8, "k_scales": SCALES, "v_scales": SCALES}
 

@@ -204,16 +204,16 @@ def plan_for(
         # One large block on each. Clusters of 16 were slower than of 8 even where half the multiprocessors idle.
         splits, warps, depth = min(8, _power_of_two(MULTIPROCESSORS // groups)), 8, 2
     tiles = min(room, (window or room) + KEYS) // KEYS
+    # Two tiles and their sums do not fit in a thread's registers. With codes tiles have half the bytes.
+    wide = head_dim * plan.halves > (256 if plan.quantised else 128) or head_dim > 128
     if tokens == 1 and 64 < head_dim <= 128 and 8 * groups <= MULTIPROCESSORS and 16 < tiles <= 32:
         # A tile for each warp of eight small blocks: 3.57 us at 512 tokens, where four large ones took 4.22.
-        return dataclasses.replace(plan, splits=8, warps=4, depth=2 if plan.quantised else 1)
+        return dataclasses.replace(plan, splits=8, warps=4, depth=2 if plan.quantised and not wide else 1)
     if plan.quantised:
-        depth = 2  # tiles have half the bytes, and so have their registers
+        depth = 2
     while splits > 1 and splits * warps > tiles:  # no block without a tile for each of its warps
         splits //= 2
-    if head_dim * plan.halves > (256 if plan.quantised else 128) or head_dim > 128:
-        depth = 1  # two tiles and their sums do not fit in a thread's registers
-    return dataclasses.replace(plan, splits=splits, warps=warps, depth=depth)
+    return dataclasses.replace(plan, splits=splits, warps=warps, depth=1 if wide else depth)
 
 
 def _chunks(row_bytes: int, lanes: int) -> list[tuple[int, int]]:
