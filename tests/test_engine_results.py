@@ -181,7 +181,7 @@ def test_gpu_prompts_laid_into_calls_row_by_row() -> None:
         with cases.engine(
             model, sampling=(row,), prefill_lengths=(512,), prefill_rows=(1,), **shape, **options
         ) as engine:
-            found = [output.completions[0].logprobs for output in engine.generate(prompts, row)]
+            found = [output.completions[0].logprobs or () for output in engine.generate(prompts, row)]
         return [{token: scored.logprob for token, scored in table.items()} for (table,) in found]
 
     for mine, whole in zip(tables(prefill_tile=32), tables(), strict=True):
