@@ -418,6 +418,7 @@ def test_g3_request_at_the_wall_of_the_pool() -> None:
         ({"decode_order": "newest"}, "decode_order='newest'; expected one of shortest, arrival, longest"),
         ({"policy": "both"}, "policy='both'; expected one of separate, mixed"),
         ({"decode_stall_ms": -1.0}, "decode_stall_ms=-1.0; expected a number above 0"),
+        ({"decode_stall_ms": float("inf")}, "decode_stall_ms=inf; expected a number above 0"),
         ({"sampling": ()}, r"sampling=\(\); give at least one SamplingParams"),
         (
             {"max_batch": 4},

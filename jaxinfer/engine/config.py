@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import math
 import typing
 from collections.abc import Sequence
 
@@ -109,7 +110,9 @@ class EngineConfig:
             object.__setattr__(self, name, tuple(value))
         if not _is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction={self.memory_fraction!r}; expected a number in (0, 1]")
-        if self.decode_stall_ms is not None and not (_is_number(self.decode_stall_ms) and self.decode_stall_ms > 0):
+        if self.decode_stall_ms is not None and not (
+            _is_number(self.decode_stall_ms) and 0 < self.decode_stall_ms < math.inf
+        ):
             raise ValueError(f"decode_stall_ms={self.decode_stall_ms!r}; expected a number above 0")
         for name, kind in (("decode_order", DecodeOrder), ("policy", Policy)):
             known = typing.get_args(kind.__value__)
