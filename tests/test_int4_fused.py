@@ -143,6 +143,18 @@ def test_a_fused_product_needs_all_inputs_in_one_block(monkeypatch: pytest.Monke
     assert fused_refusal(many, small, residual=True) == "with a gate or a residual it is for up to 8 rows"
 
 
+def test_the_kernel_gets_a_residual_in_the_dtype_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads residual and writes results as x's dtype, whatever it is given."""
+    monkeypatch.setattr("pallas_kernels.dispatch.hopper_refusal", lambda: None)
+    monkeypatch.setattr(
+        "pallas_kernels.int4_matmul.mosaic.int4_matmul", lambda x, w, norm, residual, **options: residual
+    )
+    weight = to_mosaic(make(64, 256, 128, "symmetric")[0])
+    given = int4_matmul_fused(jnp.zeros((1, 256), jnp.bfloat16), weight, residual=jnp.full((1, 64), 3.0))
+    assert given.dtype == jnp.bfloat16
+    assert given.tolist() == [[3.0] * 64]
+
+
 def test_layers_give_the_same_with_and_without_a_fused_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers ask for a fused product where there is one; here the reference stands in for the kernel."""
     weight, _ = make(64, 64, 32, "zero_point", np.float32)

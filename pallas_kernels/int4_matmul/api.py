@@ -110,7 +110,7 @@ def int4_matmul_fused(
     rows, in_features = math.prod(x.shape[:-1]), x.shape[-1]
     fusion = Fusion(None if norm is None else norm_eps, gated, residual is not None)
     if fused_refusal(x, w, norm_eps=fusion.norm_eps, gated=gated, residual=fusion.residual, backend=backend) is None:
-        flat = None if residual is None else residual.reshape(rows, -1)
+        flat = None if residual is None else residual.reshape(rows, -1).astype(x.dtype)  # as the kernel reads it
         arrays = dispatch.in_memory((x.reshape(rows, in_features), norm, flat))
         if rows > tuning.FUSED_MAX_ROWS:
             schedule = wide_tuning.wide_schedule(rows, w, jax.devices()[0].device_kind)
