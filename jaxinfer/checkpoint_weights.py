@@ -21,7 +21,16 @@ from checkpoints.safetensors import SafetensorsFolder
 from jaxinfer.config import ModelConfig
 from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
 from jaxinfer.packed_weights import PackedReader
-from jaxinfer.params import Piece, ReadInto, assemble, canonical_shapes, has_own_head, least_bytes, linear_names
+from jaxinfer.params import (
+    Piece,
+    ReadInto,
+    assemble,
+    canonical_shapes,
+    has_own_head,
+    largest_piece,
+    least_bytes,
+    linear_names,
+)
 from jaxinfer.quantization.plan import Plan
 from jaxinfer.quantization.quantizer import QuantizingReader
 from jaxinfer.store.tensors import StoredTensors
@@ -33,13 +42,17 @@ type AnyCheckpoint = SafetensorsFolder | QuantizedFolder | GGUFFile | StoredTens
 
 @dataclasses.dataclass(frozen=True)
 class WeightsRequest:
-    """How `load` was asked to read weights."""
+    """How `load` was asked to read weights.
+
+    `streamed` says that each piece is gone before the next is read, so that only the largest has to fit.
+    """
 
     name: str
     dtype: jnp.dtype
     packed: bool | None
     plan: Plan | None
     progress: bool
+    streamed: bool = False
 
 
 def check_memory(
@@ -156,7 +169,10 @@ def read_pieces(
         read_packed = QuantizingReader(plan, read_into, np.dtype(dtype))
     elif wanted and not isinstance(checkpoint, SafetensorsFolder):
         read_packed = PackedReader(checkpoint, sources, read_into, np.dtype(dtype), only_for_kernel=packed is None)
-    check_memory(config, dtype, name, packed=isinstance(read_packed, PackedReader), plan=plan)
+    if request.streamed:
+        check_bytes(largest_piece(config) * dtype.itemsize, name, "the largest layer, or embedding and head, take")
+    else:
+        check_memory(config, dtype, name, packed=isinstance(read_packed, PackedReader), plan=plan)
     tied = match.tied_head
     if tied is not None and not _same_rows(checkpoint, tied, sources["embed_tokens.weight"].name):
         log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, tied)

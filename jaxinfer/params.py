@@ -137,6 +137,11 @@ def least_bytes(config: ModelConfig, dtype: jnp.dtype | type, *, packed: bool = 
     return total // 8
 
 
+def largest_piece(config: ModelConfig) -> int:
+    """Number of weights of the largest piece of `Params`."""
+    return max(sum(math.prod(spec.shape) for spec in specs.values()) for _, specs in piece_specs(config))
+
+
 def has_own_head(plan: Plan | None) -> bool:
     """Whether the head is quantised, and so a weight of its own also where it is tied."""
     return plan is not None and plan.precision(HEAD) is not None

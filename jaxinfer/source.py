@@ -128,7 +128,8 @@ class StoreSource:
     def pieces(self, request: WeightsRequest) -> Iterator[Piece]:
         """The weights on the default device, piece by piece: as they are stored, unless they are to be decoded."""
         if request.plan is None and request.packed is not False:
-            check_bytes(self.store.nbytes, request.name)
+            if not request.streamed:
+                check_bytes(self.store.nbytes, request.name)
             yield from self.store.pieces(request.dtype, request.name, progress=request.progress)
             return
         with self.tensors() as (checkpoint, match):

@@ -25,10 +25,11 @@ import quantized_checkpoints
 from tokenizer_training import gguf_metadata
 
 from checkpoints.errors import CheckpointError
+from jaxinfer import checkpoint_weights
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.model import Model, inspect, load
 from jaxinfer.params import Piece
-from jaxinfer.quantization.api import quantize
+from jaxinfer.quantization.api import quantize, write_quantized
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.plan import Plan, Precision, Rule
 from jaxinfer.store import checksums, layouts, reader
@@ -114,6 +115,31 @@ def test_quantising_into_a_store_keeps_plan_and_report(tmp_path: pathlib.Path) -
     assert same(load(tmp_path / "loaded", dtype="bfloat16", progress=False).params, again.params)
     with pytest.raises(FileExistsError):
         quantize(LLAMA, "int8", out=out)
+
+
+def test_a_model_that_does_not_fit_is_converted_and_quantised(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a store, where only the largest layer, or embedding and head, must fit.
+
+    In bfloat16 a layer has 15,488 bytes, embedding and head 12,352, the model 43,328.
+    """
+    free = 15_488
+    monkeypatch.setattr(checkpoint_weights, "free_device_bytes", lambda: free)
+    ids = np.arange(24, dtype=np.int32).reshape(3, 8)
+    gptq = Plan((Rule(("layers.*.o_proj",), Precision(4, 16, method="gptq")),), "o")
+    for name, write in {
+        "converted": lambda out: create(LLAMA, out),
+        "rounded": lambda out: write_quantized(LLAMA, Plan((Rule(("*.o_proj",), Precision(8)),)), out),
+        "calibrated": lambda out: write_quantized(LLAMA, gptq, out, calibration=Windows(ids[:2], ids[2:], "ids")),
+        "again": lambda out: create(tmp_path / "converted", out),
+    }.items():
+        write(tmp_path / name)
+        with pytest.raises(ValueError, match=r"the weights take at least .* are free; load a smaller model"):
+            load(tmp_path / name, dtype="bfloat16", progress=False)
+    free -= 1
+    with pytest.raises(ValueError, match="the largest layer, or embedding and head, take"):
+        create(LLAMA, tmp_path / "none")
 
 
 def test_orbax_restores_it(mixed: pathlib.Path) -> None:

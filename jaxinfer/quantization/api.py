@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.progress import is_watched
-from jaxinfer.checkpoint_weights import WeightsRequest
+from jaxinfer.checkpoint_weights import WeightsRequest, check_memory
 from jaxinfer.config import ModelConfig
 from jaxinfer.device import start_device
 from jaxinfer.layers.weights import Weight
@@ -169,7 +169,7 @@ def write_quantized(
         weights_dtype = written_dtype(source, dtype, name)
         windows = windows_for(calibration, source.tokenizer, source.config)
         quantizer = CalibratedQuantizer(source.config, plan, windows, weights_dtype, promote_above=promote_above)
-        request = WeightsRequest(name, weights_dtype, packed=False, plan=None, progress=False)
+        request = WeightsRequest(name, weights_dtype, packed=False, plan=None, progress=False, streamed=True)
         with StoreWriter(out, source.config, weights_dtype, model=name, files=source.files()) as store:
             store.write_all(quantizer.pieces(source.pieces(request), progress=progress))
             report = quantizer.report()
@@ -200,7 +200,8 @@ def _calibrated(
     with open_source(model_or_path, progress=progress) as source:
         windows = windows_for(calibration, source.tokenizer, source.config)
         quantizer = CalibratedQuantizer(source.config, plan, windows, weights_dtype, promote_above=promote_above)
-        request = WeightsRequest(name, weights_dtype, packed=False, plan=None, progress=False)
+        check_memory(source.config, weights_dtype, name, plan=plan)
+        request = WeightsRequest(name, weights_dtype, packed=False, plan=None, progress=False, streamed=True)
         params = from_pieces(quantizer.pieces(source.pieces(request), progress=progress))
         return Model(source.config, params, source.tokenizer, weights_dtype, name, quantization=quantizer.report())
 

@@ -55,7 +55,8 @@ def create(
         quality = None
         if isinstance(opened, StoreSource) and resolved is None:
             described, quality = opened.store.manifest.plan, opened.store.manifest.quality
-        request = WeightsRequest(name, weights_dtype, None if resolved else True, resolved, progress)
+        packed = None if resolved else True
+        request = WeightsRequest(name, weights_dtype, packed, resolved, progress, streamed=True)
         with StoreWriter(
             out, opened.config, weights_dtype, model=name, files=opened.files(), plan=described, quality=quality
         ) as store:
