@@ -12,8 +12,9 @@ import numpy as np
 
 from checkpoints.formats.awq import ORDER
 from checkpoints.formats.codes import Codes, QuantizedTensor
+from checkpoints.formats.fp8 import numbers
 
-_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32).tobytes()
+_E4M3 = numbers(ml_dtypes.float8_e4m3fn).tobytes()
 
 DECODE = "--format safetensors writes it decoded"
 

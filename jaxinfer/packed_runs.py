@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.formats.codes import Codes, QuantizedTensor
+from checkpoints.formats.fp8 import numbers
 from checkpoints.names_gguf import unpermute_rows
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes
 from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, from_codes, from_int8_codes, is_whole
@@ -175,10 +176,7 @@ def float8_of(codes: Codes) -> np.dtype | None:
     return None if codes.bits != 8 or codes.book is None else FLOAT8[codes.book.tobytes()]
 
 
-FLOAT8 = {
-    np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32).tobytes(): np.dtype(dtype)
-    for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
-}
+FLOAT8 = {numbers(dtype).tobytes(): np.dtype(dtype) for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)}
 
 
 def kind_of(codes: Codes, permutation: np.ndarray | None, block_rows: int) -> Kind:

@@ -23,6 +23,11 @@ FLOAT8_DTYPES = ("F8_E4M3", "F8_E5M2")
 DEFAULT_BLOCK = (128, 128)
 
 
+def numbers(dtype: np.dtype | type) -> np.ndarray:
+    """The code book of a float8 type: float32 [256]."""
+    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+
+
 def shape(infos: Mapping[str, TensorInfo], scale: str, block: tuple[int, int] | None, where: str) -> tuple[int, int]:
     """Checks a float8 weight and its scale, the part called `scale`; returns (out, in)."""
     expect(infos["weight"], FLOAT8_DTYPES, 2, where)
@@ -40,7 +45,7 @@ def decode(parts: Mapping[str, np.ndarray], scale: str, block: tuple[int, int] |
     if scales.dtype == ml_dtypes.float8_e8m0fnu:
         scales = scales.astype(np.float32)
     scales = scales.reshape(-(-out_features // block_rows), -1)
-    book = np.arange(256, dtype=np.uint8).view(weight.dtype).astype(np.float32)
+    book = numbers(weight.dtype)
     codes = weight.view(np.uint8)
 
     def rows(start: int, stop: int) -> Codes:

@@ -10,6 +10,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats.codes import Codes, QuantizedTensor
+from checkpoints.formats.fp8 import numbers
 from checkpoints.names import TensorSource
 from checkpoints.tensors import TensorInfo
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
@@ -122,12 +123,12 @@ def _rows(weight: Any, first: int, start: int, stop: int) -> Codes:
         codes, scales = np.asarray(weight.codes[rows]).view(np.uint8), np.asarray(weight.scales[rows])[:, None]
         if weight.codes.dtype == np.int8:
             return Codes(codes + np.uint8(128), scales, None, None, 8, weight.shape[1])
-        return Codes(codes, scales, None, _book(weight.codes.dtype), 8, weight.shape[1])
+        return Codes(codes, scales, None, numbers(weight.codes.dtype), 8, weight.shape[1])
     if isinstance(weight, BlockCodes):
         block_rows, block_columns = weight.block
         scales = np.asarray(weight.scales)[np.arange(rows.start, rows.stop) // block_rows]
         codes = np.asarray(weight.codes[rows]).view(np.uint8)
-        return Codes(codes, scales, None, _book(weight.codes.dtype), 8, block_columns)
+        return Codes(codes, scales, None, numbers(weight.codes.dtype), 8, block_columns)
     offsets = None if weight.offsets is None else weight.offsets[rows]
     if isinstance(weight, PackedInt8):
         return Codes(weight.codes[rows], weight.scales[rows], offsets, None, 8, weight.group_size)
@@ -135,11 +136,6 @@ def _rows(weight: Any, first: int, start: int, stop: int) -> Codes:
     part = PackedInt4(weight.codes[rows], weight.scales[rows], offsets, weight.book, shape, weight.group_size)
     book = None if weight.book is None else weight.book.astype(np.float32)
     return Codes(unpack_codes(part), part.scales, offsets, book, 4, weight.group_size)
-
-
-def _book(dtype: Any) -> np.ndarray:
-    """The numbers of a float8."""
-    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
 def _kind(part: Any) -> str:
