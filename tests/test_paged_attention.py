@@ -91,6 +91,7 @@ def test_lowers_for_cuda(case):
         (32, 8, 64, 512, 4),
         (64, 8, 128, 1024, 4),  # clusters of two even out ragged rows
         (64, 8, 256, 512, 4),
+        (128, 8, 128, 1024, 4),  # and very many rows do without
     ],
 )
 def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):

@@ -226,10 +226,12 @@ class Runner:
             layout=self.layout,
             num_drafted=plan.chunk.num_drafted,
         )
-        slots, table = self.tables.chosen(plan.decode, size.rows, size.width)
+        # A kernel begins with the first rows: so none of the long ones is still being read when all others have been.
+        rows = sorted(plan.decode, key=lambda sequence: -len(sequence.pages))
+        slots, table = self.tables.chosen(rows, size.rows, size.width)
         now = time.perf_counter()
         outputs, counts = self._run_chunk(self.programs.get(size), slots, table)
-        padded = [*plan.decode, *[None] * (size.rows - len(plan.decode))]
+        padded = [*rows, *[None] * (size.rows - len(rows))]
         num_tokens = len(plan.decode) * plan.chunk.most
         yield Work("decode", on_its_way(outputs), padded, num_tokens, now, chunk=plan.chunk, counts=counts)
 

@@ -198,8 +198,11 @@ def plan_for(
     room = pages_per_row * page_size
     if groups > MULTIPROCESSORS // 2:
         # Two or more small blocks on each multiprocessor: 98 % of the memory's speed at depth 1. A cluster of two evens
-        # out what does not divide, and rows that differ in length; rows of thousands of tokens do without.
-        splits, warps, depth = (1 if groups > 3 * MULTIPROCESSORS and not 1024 <= room <= 2048 else 2), 4, 1
+        # out what does not divide, and rows that differ in length; rows of thousands of tokens do without, and so do
+        # very many rows (128 of 100 to 1900 tokens, the longest first: 127 us, 130 with clusters).
+        many, uneven = 3 * MULTIPROCESSORS, 1024 <= room <= 2048
+        splits = 1 if groups > 2 * many or (groups > many and not uneven) else 2
+        warps, depth = 4, 1
     else:
         # One large block on each. Clusters of 16 were slower than of 8 even where half the multiprocessors idle.
         splits, warps, depth = min(8, _power_of_two(MULTIPROCESSORS // groups)), 8, 2
