@@ -567,26 +567,27 @@ def test_an_array_without_a_checksum_beside_others_that_have_one(copy: pathlib.P
 
 def test_checksums(rng: np.random.Generator) -> None:
     """By their definition, one word after the other; a bit anywhere, words and pages that changed places."""
-    data = rng.integers(0, 256, 2 * checksums.BLOCK_BYTES + 8168 * 3 + 11, dtype=np.uint8)
+    size = 2**22
+    data = rng.integers(0, 256, size + 4072 * 3 + 11, dtype=np.uint8)
     digests = []
-    for start in range(0, len(data), 2**20):
-        block = data[start : start + 2**20].tobytes()
-        rows = len(block) // 8168
-        sums = [0] * 1021
-        for number in range(rows * 1021):
-            sums[number % 1021] += int.from_bytes(block[8 * number : 8 * number + 8], "little")
+    for start in range(0, len(data), size):
+        block = data[start : start + size].tobytes()
+        rows = len(block) // 4072
+        sums = [0] * 509
+        for number in range(rows * 509):
+            sums[number % 509] += int.from_bytes(block[8 * number : 8 * number + 8], "little")
         columns = b"".join((total % 2**64).to_bytes(8, "little") for total in sums)
-        digests.append(hashlib.blake2b(columns + block[8168 * rows :], digest_size=8).digest())
+        digests.append(hashlib.blake2b(columns + block[4072 * rows :], digest_size=8).digest())
     expected = hashlib.blake2b(b"".join(digests), digest_size=8).hexdigest()
     assert checksums.checksum(data) == checksums.checksum(data.tobytes()) == expected
-    for position in (0, 8167, 8168, 2**20 - 1, 2**20, len(data) - 12, len(data) - 1):
+    for position in (0, 4071, 4072, size - 1, size, len(data) - 12, len(data) - 1):
         for bit in (0, 7):
             changed = data.copy()
             changed[position] ^= 1 << bit
             assert checksums.checksum(changed) != expected
-    for size in (8, 512, 4096, 8192, 2**20):  # neighbours change places
+    for length in (8, 512, 4096, 8192, 2**20):  # neighbours change places
         changed = data.copy()
-        changed[:size], changed[size : 2 * size] = data[size : 2 * size], data[:size]
+        changed[:length], changed[length : 2 * length] = data[length : 2 * length], data[:length]
         assert checksums.checksum(changed) != expected
     assert checksums.checksum(b"") == checksums.checksum(np.zeros((0, 4), np.float32)) != checksums.checksum(b"\0")
 

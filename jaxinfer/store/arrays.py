@@ -25,7 +25,7 @@ from jaxinfer.store.checksums import BLOCK_BYTES, block_digests, of_blocks
 READERS = 8
 """Threads. A disk on a network needs several requests at once; on a local one they do no harm."""
 
-PIECE_BYTES = 16 * BLOCK_BYTES
+PIECE_BYTES = 4 * BLOCK_BYTES
 """That one thread reads and checks before it takes the next."""
 
 AHEAD_BYTES = 512 * 2**20
@@ -120,7 +120,7 @@ def read_arrays(arrays: Iterable[StoredArray]) -> Iterator[np.ndarray]:
 def _read(path: pathlib.Path, target: memoryview, start: int, is_checked: bool) -> bytes:
     """Fills `target` with the bytes of a file from `start` on; returns the digests of their blocks, if asked to.
 
-    Block by block: what was read is still in the core's cache when it is added up.
+    Block by block: what was read is still in a cache when it is added up.
     """
     digests = []
     try:

@@ -1,6 +1,6 @@
 """Checksums of a store's arrays and files, cheap enough to be looked at whenever one is read.
 
-A block of 1 MiB is taken for words of 8 bytes in rows of 1021, and BLAKE2b is computed of the columns' sums modulo
+A block of 4 MiB is taken for words of 8 bytes in rows of 509, and BLAKE2b is computed of the columns' sums modulo
 2**64 and of the bytes that fill no row. A word that changed changes its column's sum, so that a flipped bit is always
 found; with a row length that is prime, pages that changed places end in other columns. NumPy adds at the speed of
 memory, without Python's lock; zlib.crc32 takes ten times as long, and what is as fast needs a package of its own.
@@ -10,8 +10,8 @@ import hashlib
 
 import numpy as np
 
-BLOCK_BYTES = 2**20
-_ROW = 1021
+BLOCK_BYTES = 2**22
+_ROW = 509
 _DIGEST_BYTES = 8
 
 
