@@ -51,10 +51,12 @@ class Prefill:
         self.num_tokens = rows * length
 
     def compile(self) -> None:
-        steps.prefill.lower(self.model.prompt_params, self.cache, *self.arguments, **self.options).compile()
+        steps.outermost_prefill.lower(self.model.prompt_params, self.cache, *self.arguments, **self.options).compile()
 
     def run(self) -> jax.Array:
-        logits, self.cache = steps.prefill(self.model.prompt_params, self.cache, *self.arguments, **self.options)
+        logits, self.cache = steps.outermost_prefill(
+            self.model.prompt_params, self.cache, *self.arguments, **self.options
+        )
         return logits
 
     def rate(self, repeats: int) -> float:
