@@ -27,6 +27,7 @@ FILES = (
     "test_tiers.py",
     "test_memory.py",
     "test_engine_results.py",
+    "test_repeats.py",
 )
 
 
