@@ -1,4 +1,4 @@
-"""A whole model gives the same bits every time: its kernels overlap launches, and none may read what is not there yet."""
+"""A whole model gives the same bits every time: kernels overlap launches, and none may read what is not there yet."""
 
 from pathlib import Path
 
