@@ -46,6 +46,7 @@ def test_generate_twice_with_preemptions_and_cached_prefixes() -> None:
         {"prefix_cache": False, "policy": "mixed"},
         {"decode_order": "arrival", "decode_stall_tokens": 8},
         {"max_decode_batch": 2, "max_sequences": 4},
+        {"decode_order": "longest", "max_decode_batch": 2, "max_sequences": 4},
         {"prefill_tile": 4, "prefill_lengths": (8, 24)},
     ],
     ids=str,

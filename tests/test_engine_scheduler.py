@@ -192,7 +192,7 @@ ALL_RULES = st.fixed_dictionaries(
         "max_decode_batch": st.integers(1, 5),
         "decode_chunk": st.integers(1, 5),
         "max_prefill_tokens": st.sampled_from([16, 32, 64]),
-        "prefill_lengths": st.sampled_from([(4, 8, 16), (8,), (16,)]),
+        "prefill_lengths": st.sampled_from([(4, 8, 16), (8,), (16,), (4, 8, 12, 16)]),
         "stall_tokens": st.sampled_from([1, 16, 40]),
         "decode_order": st.sampled_from(["shortest", "arrival", "longest"]),
         "decode_rows": st.sampled_from([(1, 3, 5), (2, 5), (5,)]),

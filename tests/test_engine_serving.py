@@ -255,11 +255,15 @@ def test_nan_ends_only_the_row_that_has_it() -> None:
         assert_serves(engine)
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_pages_of_others_are_never_seen(prefix_cache: bool) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"prefix_cache": False}, {"prefill_tile": 4, "prefill_lengths": (8, 24), "decode_order": "longest"}],
+    ids=str,
+)
+def test_pages_of_others_are_never_seen(changes: dict) -> None:
     """Every page that nobody owns, and the scratch page, is filled with NaN before every round."""
     prompts, rows = [ids for ids, _ in cases.REQUESTS], [row for _, row in cases.REQUESTS]
-    with cases.engine(prefix_cache=prefix_cache) as engine:
+    with cases.engine(**changes) as engine:
         names = [engine.submit(ids, row) for ids, row in zip(prompts, rows, strict=True)]
         said: dict[str | None, list[Delta]] = {}
         while engine.has_work:
