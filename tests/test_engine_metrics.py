@@ -277,8 +277,11 @@ def test_counts_and_rates() -> None:
             metrics.end_to_end.mean
         )
         assert "21 tokens" in str(metrics) and "of all threads, without a warm-up" in str(metrics)
+        engine._interrupted = True  # a round that did not end: the cache is lost, what was counted is not
+        engine.generate([second], row)
+        assert engine.metrics().prefix_hit_rate == pytest.approx(16 / 58)
         engine.reset_metrics()
-        assert engine.metrics().output_tokens == 0
+        assert (engine.metrics().output_tokens, engine.metrics().prefix_hit_rate) == (0, 0.0)
 
 
 def test_queue_lengths_while_running() -> None:

@@ -286,8 +286,9 @@ class EngineCore:
         self._in_flight.clear()
         self._owners.clear()
         self._requests.clear()
-        self._preemptions_before += self._scheduler.num_preemptions
-        self._scheduler, self._needed_at = self._new_scheduler(), -1
+        before, self._scheduler, self._needed_at = self._scheduler, self._new_scheduler(), -1
+        self._preemptions_before += before.num_preemptions
+        self._scheduler.num_looked_up, self._scheduler.num_reused = before.num_looked_up, before.num_reused
         runner.reset()
         self._scorer.recover()
         for job in self._jobs.values():

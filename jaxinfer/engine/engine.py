@@ -207,9 +207,10 @@ class Engine(EngineReaders):
             return snapshot(self._meter, self._scheduler, runner, self._preemptions_before, self._drafting)
 
     def reset_metrics(self) -> None:
-        """Counts and remembers anew from here; compilations and preemptions are counted from the start."""
+        """Counts and remembers anew from here; compilations, preemptions and moves between pool and host go on."""
         with self._lock:
             self._meter.reset()
+            self._scheduler.num_looked_up = self._scheduler.num_reused = 0
             if self._drafting is not None:
                 self._drafting.reset()
 

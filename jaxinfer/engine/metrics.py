@@ -97,7 +97,7 @@ class EngineMetrics:
     """With a draft."""
 
     def prometheus(self, prefix: str = "jaxinfer") -> str:
-        """The same in Prometheus' text format, each value with its documentation."""
+        """The same in Prometheus' text format, each value with its type."""
         lines = []
         values = dataclasses.asdict(self)
         del values["speculation"]
