@@ -150,6 +150,20 @@ def test_a_draft_of_another_family_is_announced_with_its_expected_acceptance(
     assert len(caplog.messages) == 2
 
 
+def test_a_draft_of_another_shape_is_told_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "jaxinfer")
+    model = markov.model({})
+    config = dataclasses.replace(model.config, max_position_embeddings=32, layers=model.config.layers * 2)
+    draft = ModelDraft(dataclasses.replace(model, config=config))
+    draft.check(model, 8)
+    draft.check(model, 8)
+    ModelDraft(model).check(model, 8)
+    assert caplog.messages == [
+        "the draft markov has the tokens of markov; layers 2 (target 1), context 32 (target 64)",
+        "the draft markov has the tokens of markov; same shape",
+    ]
+
+
 MODEL = markov.model({})
 NO_NUMBER: Any = "4"
 

@@ -86,6 +86,24 @@ def token_differences(target: Tokenizer, draft: Tokenizer) -> list[str]:
     return differences
 
 
+def tell_of_shapes(target: Model, draft: Model) -> None:
+    """Logs in what the shapes of two models differ, which they may."""
+    both = [
+        {
+            "layers": model.config.num_layers,
+            "hidden size": model.config.hidden_size,
+            "heads": model.config.num_heads,
+            "KV heads": model.config.num_kv_heads,
+            "context": model.config.max_position_embeddings,
+            "rows of the embedding": model.config.vocab_size,
+            "dtype": str(model.dtype),
+        }
+        for model in (draft, target)
+    ]
+    differences = [f"{name} {own} (target {both[1][name]})" for name, own in both[0].items() if own != both[1][name]]
+    log.info("the draft %s has the tokens of %s; %s", draft.name, target.name, ", ".join(differences) or "same shape")
+
+
 def warn_of_families(target: Model, draft: Model) -> None:
     """Says that two models rarely agree, and how far they do on a few lines of English."""
     try:

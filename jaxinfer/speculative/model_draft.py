@@ -18,7 +18,7 @@ from jaxinfer.request import RequestTooLong
 from jaxinfer.sampling import draw_logits, processed_logits, sample
 from jaxinfer.sampling_state import SamplerVariant, SamplingState
 from jaxinfer.speculative.acceptance import Proposal
-from jaxinfer.speculative.compatibility import check_model, check_tokens, warn_of_families
+from jaxinfer.speculative.compatibility import check_model, check_tokens, tell_of_shapes, warn_of_families
 from jaxinfer.speculative.ngram import check_k
 from jaxinfer.speculative.proposer import Rows, Wanted, at_places, fit_vocabulary, idle_safe, newest
 from jaxinfer.steps import prefill_positions
@@ -38,7 +38,8 @@ class ModelDraft:
     """A smaller model that drafts for a larger one, with a cache of its own in pages numbered as the target's.
 
     The models may differ in size, depth, heads, context and family. Their tokens must not: `check` compares contents,
-    ids and special tokens (once for each target) and raises ValueError with the first differences.
+    ids and special tokens (once for each target), raises ValueError with the first differences, and logs in what the
+    shapes differ.
     """
 
     draws = True
@@ -70,6 +71,7 @@ class ModelDraft:
     def check(self, target: Model, longest: int) -> None:
         if self._checked is not target:
             check_tokens(target, self.model)
+            tell_of_shapes(target, self.model)
             if self.model.config.model_type != target.config.model_type:
                 warn_of_families(target, self.model)
             self._checked = target
