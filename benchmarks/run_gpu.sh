@@ -28,7 +28,7 @@ step 120 benchmarks.throughput --model qwen3-0.6b
 step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --k 4 --batch 1
 step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --k 4 --batch 16
 step 120 benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --k 4 --batch 1
-step 180 benchmarks.serving --model qwen3-8b --policies --rows separate speculation --draft qwen3-0.6b --batch 8 --rate 3 --seconds 8
+step 300 benchmarks.serving --model qwen3-8b --policies --draft qwen3-0.6b --batch 8 --rate 3 --seconds 8
 step 120 benchmarks.serving --model qwen3-8b --policies --interference --int4 --rows int4 separate --batch 16 --readers 12 --rate 4 --seconds 6
 step 150 benchmarks.store --shape llama-3-8b --repeats 1
 step 150 benchmarks.scoring --model llama-3-8b --repeats 2
@@ -38,6 +38,7 @@ step 90 benchmarks.decode --model llama-3-8b --quantize seed-mixed --batch 1 16
 step 60 benchmarks.kernels_triton bits=8 code_book context=2048 context=32768 tokens=5 --seconds 36
 step 120 benchmarks.decode --model llama-3-8b --batch 1 16 64 --first-token 128 2048
 step 120 benchmarks.speculation text
+step 120 benchmarks.speculation lossy --repeats 1
 step 400 benchmarks.quality
 step 90 benchmarks.kv_tiers speed --batch 1
 step 90 benchmarks.kv_tiers speed --batch 8
