@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxinfer import kv_cache
 from jaxinfer.engine.calls import calls_for
@@ -169,6 +171,48 @@ def test_pieces_are_laid_into_calls_row_by_row() -> None:
     assert {size.kind for size in programs.expected()} == {
         *("decode", "prefill", "prefill_scored", "start", "blank", "copy")
     }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tile=st.sampled_from([None, 4]),
+    two_weights=st.booleans(),
+    shapes=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(1, 16), st.booleans(), st.booleans(), st.booleans()), max_size=9
+    ),
+)
+def test_calls_hold_every_token_once_in_order(tile, two_weights, shapes) -> None:
+    """Pieces (start, length, last, after others, scored) of prompts of 12 tokens and what was generated after them. No
+    call needs a program that `warmup` does not know."""
+    model = dataclasses.replace(cases.model(), prefill_params=cases.model().params if two_weights else None)
+    lengths = (8, 16) if tile else (4, 8, 16)
+    config = dataclasses.replace(cases.CONFIG, prefill_tile=tile, prefill_lengths=lengths, max_prefill_tokens=64)
+    programs = Programs(model, settle(config, model), kv_cache.create(model.config, 2, 4, jnp.float32))
+    pieces, requests = [], {}
+    for start, length, last, after, scored in shapes:
+        if two_weights and start < 12:
+            length = min(length, 12 - start)
+        sequence = Sequence(cases.prompt(start + length), 12, 9, 0)
+        params = cases.params(prompt_logprobs=2 if scored and start < 12 and length <= 12 - start else None)
+        requests[sequence] = requests_for(model, [cases.prompt(12)], params)[0]
+        pieces.append(Piece(sequence, start, length, last, after and start > 0))
+    calls = list(calls_for(pieces, requests, programs))
+    known = set(programs.expected())
+    found: dict[Sequence, list[Piece]] = {}
+    for call in calls:
+        assert call.size in known
+        assert len(call.pieces) <= call.size.rows
+        assert all(piece.length <= call.size.length for piece in call.pieces)
+        for piece in call.pieces:
+            found.setdefault(piece.sequence, []).append(piece)
+    assert len(found) == len(pieces)
+    for piece in pieces:
+        rows = found[piece.sequence]
+        assert [row.start for row in rows] == [piece.start, *(row.start + row.length for row in rows[:-1])]
+        assert sum(row.length for row in rows) == piece.length
+        assert [row.last for row in rows] == [False] * (len(rows) - 1) + [piece.last]
+    if tile:
+        assert list(found) == [piece.sequence for piece in pieces]
 
 
 @pytest.mark.parametrize("tile", [None, 4])
