@@ -4,12 +4,15 @@
     python -m benchmarks.speculation machinery --target qwen3-8b --int4 --draft qwen3-0.6b --draft-plan bfloat16
     python -m benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --batch 1
     python -m benchmarks.speculation text --model smollm2-135m-instruct
+    python -m benchmarks.speculation lossy --model smollm2-135m-instruct
 
 `machinery` takes random weights in shapes of `benchmarks/shapes` and accepts drafted tokens with a given probability,
 whatever the models say: its records have mode "synthetic". Chance is the same in every run, so that times can be
 compared; `acceptance_4` and the like are shares of `judged_4` tokens, and differ from the probability by as much as
 shares of so few do (256 tokens judge about 40 fourth ones). `overhead` is the share of a step that is no pass of a
-model: the passes are timed by themselves. `text` is a real model on prompts written for the purpose.
+model: the passes are timed by themselves. `text` is a real model on prompts written for the purpose; `lossy` the same
+under each rule of acceptance that changes the output, with what that does to it: `mean_logprob` is of a generated token
+under the target, beside `plain_mean_logprob` of plain decoding's.
 
 `speedup` is less than `running_speedup` by what a short output pays whatever the steps take: the draft reads the prompt
 after the first token, and the last chunk of steps runs to its end.
@@ -27,8 +30,16 @@ import jaxinfer as ji
 from benchmarks.decode import HEADS, load, prompts, weights_of
 from benchmarks.harness import Recorder
 from benchmarks.passes import StepPasses
-from jaxinfer.speculative.comparison import Comparison, compare, compile_ahead, first_differences, measure_plain
-from jaxinfer.speculative.lossy import SyntheticAcceptance
+from jaxinfer.speculative.acceptance import Exact
+from jaxinfer.speculative.comparison import (
+    Comparison,
+    compare,
+    compile_ahead,
+    first_differences,
+    mean_logprobs,
+    measure_plain,
+)
+from jaxinfer.speculative.lossy import LossyKL, LossyTopK, LossyTypical, SyntheticAcceptance
 from jaxinfer.speculative.policy import FixedLength
 from jaxinfer.speculative.proposer import Draft
 from jaxinfer.speculative.speculation import quantisation
@@ -193,6 +204,32 @@ def text(recorder: Recorder, options: argparse.Namespace) -> None:
                 recorder.record(case, metrics_of(found) | ({"largest_tie_gap": (max(gaps), "nats")} if gaps else {}))
 
 
+def lossy(recorder: Recorder, options: argparse.Namespace) -> None:
+    """A real model, greedy, on open questions: what each lossy rule gains over the exact one, and what it costs."""
+    model = ji.load(options.model, dtype=options.dtype)
+    assert model.tokenizer is not None
+    params = ji.SamplingParams(max_tokens=options.output, temperature=0.0)
+    ids = [model.tokenizer.apply_chat_template([{"role": "user", "content": one}]) for one in OPEN]
+    plain = measure_plain(model, ids, params, repeats=options.repeats)
+    for k in options.k:
+        for draft in (ji.NgramDraft(k), ji.SelfDraft(model, k)):
+            for rule in (Exact(), LossyTopK(), LossyTypical(), LossyKL()):
+                speculation = ji.Speculation(draft, acceptance=rule, policy=FixedLength())
+                found = compare(model, ids, params, speculation, plain=plain, repeats=options.repeats)
+                case: dict[str, object] = {
+                    "target": options.model,
+                    "weights": str(model.dtype),
+                    "draft": found.draft,
+                    "k": found.k,
+                    "batch": len(ids),
+                    "mode": repr(rule),
+                    "output": options.output,
+                }
+                before, after = mean_logprobs(model, ids, found)
+                quality = {"mean_logprob": (after, "nats"), "plain_mean_logprob": (before, "nats")}
+                recorder.record(case, metrics_of(found) | quality)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=pathlib.Path, default=None, help="folder for the JSON lines")
@@ -212,16 +249,18 @@ def main() -> None:
     synthetic.add_argument("--prompt", type=int, default=128)
     synthetic.set_defaults(quantize=None, head=None)
     real = commands.add_parser("text")
-    real.add_argument("--model", default="smollm2-135m-instruct")
     real.add_argument("--single", action="store_true", help="each prompt in a batch of its own")
-    real.add_argument("--repeats", type=int, default=3, help="runs, of which the fastest counts")
-    for command in (synthetic, real):
+    rules = commands.add_parser("lossy")
+    for command in (real, rules):
+        command.add_argument("--model", default="smollm2-135m-instruct")
+        command.add_argument("--repeats", type=int, default=3, help="runs, of which the fastest counts")
+    for command in (synthetic, real, rules):
         command.add_argument("--k", type=int, nargs="+", default=[4])
         command.add_argument("--output", type=int, default=257)
         command.add_argument("--dtype")
     options = parser.parse_args()
     recorder = Recorder("speculation", options.results) if options.results else Recorder("speculation")
-    {"machinery": machinery, "text": text}[options.command](recorder, options)
+    {"machinery": machinery, "text": text, "lossy": lossy}[options.command](recorder, options)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,14 @@ import sys
 from jaxinfer.cli.options import json_line, loading, read_text, sampling_values
 from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.scoring import score
 from jaxinfer.speculative.acceptance import Acceptance, Exact
-from jaxinfer.speculative.comparison import Comparison, compare, first_differences, measure_plain
+from jaxinfer.speculative.comparison import (
+    Comparison,
+    compare,
+    first_differences,
+    mean_logprobs,
+    measure_plain,
+)
 from jaxinfer.speculative.drafts import Draft, ModelDraft, NgramDraft, SelfDraft
 from jaxinfer.speculative.lossy import LossyKL, LossyTopK, LossyTypical
 from jaxinfer.speculative.ngram import check_k
@@ -43,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     for draft in drafts:
         speculation = Speculation(draft, acceptance=acceptance, policy=FixedLength())
         found = compare(model, prompts, params, speculation, plain=plain, repeats=options.repeats)
-        quality = None if acceptance.lossless else _quality(model, prompts, found)
+        quality = None if acceptance.lossless else mean_logprobs(model, prompts, found)
         print(json_line(_record(found, acceptance, quality)) if options.json else found)
         if acceptance.lossless and params.greedy and not options.json:
             for difference in first_differences(model, prompts, found):
@@ -89,16 +94,6 @@ def _prompt(model: Model, text: str) -> list[int]:
     if model.tokenizer.chat_template is None:
         return model.tokenizer.encode(text)
     return model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
-
-
-def _quality(model: Model, prompts: list[list[int]], found: Comparison) -> tuple[float, float]:
-    """Mean log-probability of a generated token under the target: of plain decoding, and with the draft."""
-    means = []
-    for generated in (found.plain.token_ids, found.speculative.token_ids):
-        keys = sorted(generated)
-        scores = score(model, [prompts[prompt] for prompt, _ in keys], [list(generated[key]) for key in keys])
-        means.append(sum(one.logprob for one in scores) / sum(one.num_tokens for one in scores))
-    return means[0], means[1]
 
 
 def _record(found: Comparison, acceptance: Acceptance, quality: tuple[float, float] | None) -> dict[str, object]:

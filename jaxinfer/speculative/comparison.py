@@ -142,6 +142,17 @@ def first_differences(model: Model, prompts: Sequence[Sequence[int]], found: Com
     return differences
 
 
+def mean_logprobs(model: Model, prompts: Sequence[Sequence[int]], found: Comparison) -> tuple[float, float]:
+    """Mean log-probability of a generated token under the target: of plain decoding, and with the draft. What a lossy
+    acceptance costs in quality is the difference."""
+    means = []
+    for generated in (found.plain.token_ids, found.speculative.token_ids):
+        keys = sorted(generated)
+        scores = score(model, [list(prompts[prompt]) for prompt, _ in keys], [list(generated[key]) for key in keys])
+        means.append(sum(one.logprob for one in scores) / sum(one.num_tokens for one in scores))
+    return means[0], means[1]
+
+
 def measure_plain(
     model: Model,
     prompts: Sequence[Prompt],
