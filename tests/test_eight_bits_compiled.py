@@ -73,7 +73,7 @@ def test_no_copy_of_the_weight_is_made(dtype: str) -> None:
 
 
 def test_floats_in_blocks_are_read_as_they_are_by_few_rows() -> None:
-    """One row in a single reduction. For 16, sums of the 32 columns of blocks, of 67 MB; many rows decode the weight."""
+    """One row in a single reduction. For 16, sums of the 32 columns of blocks, 67 MB; many rows decode the weight."""
     found = scratch("blocks", 1, 16, 256)
     assert found[1] < 1e4
     assert found[16] < 1.1 * 16 * OUT * 4 * IN / 128
