@@ -17,31 +17,42 @@ step() {
     timeout "$limit" python3 -m "$module" --results "$results" "$@" || echo "-- exit $? (124: over $limit s): $module $*"
 }
 
-step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --first-token 128 2048
-step 300 benchmarks.gpu_tests
-step 60 benchmarks.kernels_int4_wide --tried --seconds 38
-step 60 benchmarks.kernels_packed --seconds 22
-step 60 benchmarks.kernels_int4_few --stamps --seconds 38
-step 120 benchmarks.throughput --model llama-3-8b --repeats 1
-step 120 benchmarks.throughput --model llama-3-8b --int4 --repeats 1
-step 120 benchmarks.throughput --model qwen3-0.6b
-step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --k 4 --batch 1
-step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --k 4 --batch 16
-step 120 benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --k 4 --batch 1
-step 300 benchmarks.serving --model qwen3-8b --policies --draft qwen3-0.6b --batch 8 --rate 3 --seconds 8
+# Not measured yet, or not since it changed.
+step 200 benchmarks.gpu_tests -n 14
+step 100 benchmarks.store --shape llama-3-8b --repeats 1 --cached --folder /dev/shm
+step 120 benchmarks.scoring --model llama-3-8b --repeats 2
+step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 1
+step 150 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 16 --output 513
+step 60 benchmarks.throughput --model llama-3-8b --int4 --kv int8 --repeats 1
 step 120 benchmarks.serving --model qwen3-8b --policies --interference --int4 --rows int4 separate --batch 16 --readers 12 --rate 4 --seconds 6
-step 150 benchmarks.store --shape llama-3-8b --repeats 1
-step 150 benchmarks.scoring --model llama-3-8b --repeats 2
 step 60 benchmarks.host_tier --model qwen3-0.6b --prompt 8192
+step 60 benchmarks.decode --model llama-3-8b --int4 --head int8 --batch 1 --first-token 128 2048
+step 90 benchmarks.decode --model llama-3-8b --ready
+step 30 benchmarks.kernels_attention --parts short --seconds 22
+step 60 benchmarks.kernels_triton bits=8 code_book context=2048 context=32768 tokens=5 kv=float8 "m=64 k" "m=256 k" --seconds 36
+step 120 benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --k 4 --batch 1
+step 60 benchmarks.throughput --model qwen3-0.6b
+step 300 benchmarks.serving --model qwen3-8b --policies --draft qwen3-0.6b --batch 8 --rate 3 --seconds 8
 step 180 benchmarks.train_pair "$results/pair"
-step 90 benchmarks.decode --model llama-3-8b --quantize seed-mixed --batch 1 16
-step 60 benchmarks.kernels_triton bits=8 code_book context=2048 context=32768 tokens=5 --seconds 36
-step 120 benchmarks.decode --model llama-3-8b --batch 1 16 64 --first-token 128 2048
 step 120 benchmarks.speculation text
 step 120 benchmarks.speculation lossy --repeats 1
-step 400 benchmarks.quality
 step 90 benchmarks.kv_tiers speed --batch 1
+step 60 benchmarks.kernels_int4_wide --tried --seconds 42
+step 60 benchmarks.kernels_int4_mlp --seconds 40
+step 60 benchmarks.kernels_int4_few --stamps --seconds 38
+# Measured; again when what they measure has changed.
+step 120 benchmarks.decode --model llama-3-8b --batch 1 16 64 --first-token 128 2048
+step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --first-token 128 2048
+step 120 benchmarks.throughput --model llama-3-8b --repeats 1
+step 120 benchmarks.throughput --model llama-3-8b --int4 --repeats 1
+step 90 benchmarks.decode --model llama-3-8b --quantize seed-mixed --batch 1 16
+step 60 benchmarks.decode --model llama-3.2-1b --batch 1 16 64 --first-token 128 2048
+step 60 benchmarks.decode --model smollm2-135m-instruct --batch 1 64
+step 60 benchmarks.kernels_packed --seconds 22
+step 30 benchmarks.kernels_int4_layers --kernels
+step 400 benchmarks.quality
 step 90 benchmarks.kv_tiers speed --batch 8
+step 90 benchmarks.kv_tiers quality --windows 8
 step 60 benchmarks.prefill_schedules --seconds 36
 step 60 benchmarks.kernels_int4_wide_parts --seconds 22
 step 90 benchmarks.kernels_int4
@@ -49,12 +60,7 @@ step 150 benchmarks.kernels_int4_wide --seconds 120
 step 90 benchmarks.kernels_int4_crossover --seconds 55
 step 90 benchmarks.kernels_attention --seconds 60
 step 60 benchmarks.kernels_attention --parts prefill --seconds 40
-step 90 benchmarks.kv_tiers quality --windows 8
 step 150 benchmarks.memory_plan
 step 240 benchmarks.sensitivity --quick
-step 90 benchmarks.decode --model llama-3-8b --int4 --head int8 --batch 1
-step 90 benchmarks.decode --model llama-3-8b --ready
 step 120 benchmarks.kernels_triton
-step 60 benchmarks.decode --model llama-3.2-1b --batch 1 16 64 --first-token 128 2048
 step 60 benchmarks.agreement --packed
-step 60 benchmarks.decode --model smollm2-135m-instruct --batch 1 64
