@@ -11,8 +11,8 @@ whatever the models say: its records have mode "synthetic". Chance is the same i
 compared; `acceptance_4` and the like are shares of `judged_4` tokens, and differ from the probability by as much as
 shares of so few do (256 tokens judge about 40 fourth ones). `overhead` is the share of a step that is no pass of a
 model: the passes are timed by themselves. `text` is a real model on prompts written for the purpose; `lossy` the same
-under each rule of acceptance that changes the output, with what that does to it: `mean_logprob` is of a generated token
-under the target, beside `plain_mean_logprob` of plain decoding's.
+under each rule of acceptance that changes the output, with what that does to it: `first_choice_share` of the tokens are
+those that the target finds most probable, which are `gap_to_first_choice` more probable on average (exact: 1 and 0).
 
 `speedup` is less than `running_speedup` by what a short output pays whatever the steps take: the draft reads the prompt
 after the first token, and the last chunk of steps runs to its end.
@@ -32,11 +32,11 @@ from benchmarks.harness import Recorder
 from benchmarks.passes import StepPasses
 from jaxinfer.speculative.acceptance import Exact
 from jaxinfer.speculative.comparison import (
+    Choices,
     Comparison,
     compare,
     compile_ahead,
     first_differences,
-    mean_logprobs,
     measure_plain,
 )
 from jaxinfer.speculative.lossy import LossyKL, LossyTopK, LossyTypical, SyntheticAcceptance
@@ -225,9 +225,9 @@ def lossy(recorder: Recorder, options: argparse.Namespace) -> None:
                     "mode": repr(rule),
                     "output": options.output,
                 }
-                before, after = mean_logprobs(model, ids, found)
-                quality = {"mean_logprob": (after, "nats"), "plain_mean_logprob": (before, "nats")}
-                recorder.record(case, metrics_of(found) | quality)
+                quality = Choices.of(model, ids, found.speculative)
+                metrics = {"first_choice_share": (quality.first, ""), "gap_to_first_choice": (quality.gap, "nats")}
+                recorder.record(case, metrics_of(found) | metrics)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative import compatibility
 from jaxinfer.speculative.acceptance import Proposal
+from jaxinfer.speculative.comparison import Choices, Run
 from jaxinfer.speculative.compatibility import expected_acceptance
 from jaxinfer.speculative.lossy import LossyTopK
 from jaxinfer.speculative.model_draft import ModelDraft
@@ -389,9 +390,17 @@ def test_spec_bench_prints_the_comparison(tmp_path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "acceptance 100%, by position 100%  100%" in shown
     assert "1 of 1 completions are those of plain decoding" in shown
-    assert "is lossy: mean log-probability" in shown
+    assert "is lossy: 100.0% of tokens are the target's first choice, 0.000 nats from it" in shown
     assert main([*common, "--draft", "self:none"]) == 2
     assert "expected self:N with a number of layers" in capsys.readouterr().err
+
+
+def test_choices_by_hand():
+    """Four tokens that the target would say itself, and two that it finds e^32 times less probable."""
+    model = markov.model({1: 2, 2: 3, 3: 1})
+    choices = Choices.of(model, [[1], [2]], Run(1.0, 6, {(0, 0): (2, 3, 1), (1, 0): (3, 9, 9)}))
+    assert choices.first == pytest.approx(4 / 6)
+    assert choices.gap == pytest.approx(2 * 32 / 6, rel=1e-3)
 
 
 def test_lossy_acceptance_is_announced(caplog: pytest.LogCaptureFixture):

@@ -1,6 +1,7 @@
 """`jaxinfer spec-bench MODEL`: what a draft gains on some prompts, with acceptance by position and a histogram."""
 
 import argparse
+import dataclasses
 import sys
 
 from jaxinfer.cli.options import json_line, loading, read_text, sampling_values
@@ -8,10 +9,10 @@ from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative.acceptance import Acceptance, Exact
 from jaxinfer.speculative.comparison import (
+    Choices,
     Comparison,
     compare,
     first_differences,
-    mean_logprobs,
     measure_plain,
 )
 from jaxinfer.speculative.drafts import Draft, ModelDraft, NgramDraft, SelfDraft
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     for draft in drafts:
         speculation = Speculation(draft, acceptance=acceptance, policy=FixedLength())
         found = compare(model, prompts, params, speculation, plain=plain, repeats=options.repeats)
-        quality = None if acceptance.lossless else mean_logprobs(model, prompts, found)
+        quality = None if acceptance.lossless else _quality(model, prompts, found)
         print(json_line(_record(found, acceptance, quality)) if options.json else found)
         if acceptance.lossless and params.greedy and not options.json:
             for difference in first_differences(model, prompts, found):
@@ -57,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
                     f"a tie within {abs(difference.gap):.2g} nats"
                 )
         if quality is not None and not options.json:
-            print(f"  {acceptance!r} is lossy: mean log-probability of a token under the target {quality[1]:.3f}, ")
-            print(f"  of plain decoding's {quality[0]:.3f}")
+            print(f"  {acceptance!r} is lossy: {_shown(quality[1])};")
+            print(f"  of plain decoding {_shown(quality[0])}")
         sys.stdout.flush()
     return 0
 
@@ -96,7 +97,16 @@ def _prompt(model: Model, text: str) -> list[int]:
     return model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
-def _record(found: Comparison, acceptance: Acceptance, quality: tuple[float, float] | None) -> dict[str, object]:
+def _quality(model: Model, prompts: list[list[int]], found: Comparison) -> tuple[Choices, Choices]:
+    """Of plain decoding, and with the draft."""
+    return Choices.of(model, prompts, found.plain), Choices.of(model, prompts, found.speculative)
+
+
+def _shown(choices: Choices) -> str:
+    return f"{choices.first:.1%} of tokens are the target's first choice, {choices.gap:.3f} nats from it on average"
+
+
+def _record(found: Comparison, acceptance: Acceptance, quality: tuple[Choices, Choices] | None) -> dict[str, object]:
     report = found.report
     return {
         "draft": found.draft,
@@ -116,5 +126,7 @@ def _record(found: Comparison, acceptance: Acceptance, quality: tuple[float, flo
         "plain_step_ms": 1e3 * found.plain_step,
         "same_completions": found.same_tokens,
         "completions": len(found.plain.token_ids),
-        "mean_logprob": None if quality is None else {"plain": quality[0], "draft": quality[1]},
+        "choices": None
+        if quality is None
+        else {"plain": dataclasses.asdict(quality[0]), "draft": dataclasses.asdict(quality[1])},
     }

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 
-from jaxinfer.generation import stream
+from jaxinfer.generation import generate, stream
 from jaxinfer.model import Model
 from jaxinfer.request import Prompt
 from jaxinfer.sampling_params import SamplingParams
@@ -142,15 +142,34 @@ def first_differences(model: Model, prompts: Sequence[Sequence[int]], found: Com
     return differences
 
 
-def mean_logprobs(model: Model, prompts: Sequence[Sequence[int]], found: Comparison) -> tuple[float, float]:
-    """Mean log-probability of a generated token under the target: of plain decoding, and with the draft. What a lossy
-    acceptance costs in quality is the difference."""
-    means = []
-    for generated in (found.plain.token_ids, found.speculative.token_ids):
-        keys = sorted(generated)
-        scores = score(model, [list(prompts[prompt]) for prompt, _ in keys], [list(generated[key]) for key in keys])
-        means.append(sum(one.logprob for one in scores) / sum(one.num_tokens for one in scores))
-    return means[0], means[1]
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What the target thinks of generated tokens, each after all before it. Plain greedy decoding has 1 and 0.
+
+    A mean log-probability would not do: a lossy draft that repeats itself is more probable than good text.
+    """
+
+    first: float
+    """Share that is the target's most probable token."""
+    gap: float
+    """How much more probable the most probable token is, in nats, on average."""
+
+    @classmethod
+    def of(cls, model: Model, prompts: Sequence[Sequence[int]], run: Run) -> "Choices":
+        """Of all that a run generated after the prompts."""
+        keys = sorted(run.token_ids)
+        texts = [[*prompts[prompt], *run.token_ids[prompt, sample]] for prompt, sample in keys]
+        firsts, gaps = [], []
+        for (prompt, _), output in zip(keys, generate(model, texts, _SCORED, progress=False), strict=True):
+            tables = (output.prompt_logprobs or ())[len(prompts[prompt]) :]
+            for token, table in zip(output.prompt_token_ids[len(prompts[prompt]) :], tables, strict=True):
+                assert table is not None
+                firsts.append(table[token].rank == 1)
+                gaps.append(max(one.logprob for one in table.values()) - table[token].logprob)
+        return cls(statistics.fmean(firsts), statistics.fmean(gaps))
+
+
+_SCORED = SamplingParams(max_tokens=1, prompt_logprobs=1)
 
 
 def measure_plain(
