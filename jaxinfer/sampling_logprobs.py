@@ -61,7 +61,10 @@ def token_logprobs(
 
 @dataclasses.dataclass(frozen=True)
 class Logprob:
-    """Natural log of a token's probability, always finite, and its rank, 1 for the most probable."""
+    """Natural log of a token's probability and its rank, 1 for the most probable.
+
+    Finite, but for a token of a prompt whose logits were not: NaN.
+    """
 
     logprob: float
     rank: int

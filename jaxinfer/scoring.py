@@ -185,6 +185,7 @@ def encode_pair(model: Model, prompt: object, continuation: object, index: int =
         raise ValueError(
             f"continuation {index}, {reprlib.repr(continuation)}, adds no token to its prompt; "
             "give at least one token to score"
+            + (" (the text of both may be one token: begin it with a space?)" if continuation else "")
         )
     return TokenPair(context, following)
 

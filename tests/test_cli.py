@@ -376,6 +376,19 @@ def test_logits_that_are_not_finite_are_exit_code_1(run, folder: str, tmp_path: 
             "error: prompt 1: ",
         ]
         assert "not finite" in err
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"token_ids": [0, DEF, 0]}))
+    line = ("generate", str(tmp_path), "--prompts-file", str(prompts), "--quiet", "--json", "--prompt-logprobs", "0")
+    code, out, err = run(*line, *GREEDY)
+    assert code == 1, err
+    assert any(entry["logprob"] is None for table in json.loads(out)["prompt_logprobs"][1:] for entry in table)
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_exit_code_1(folder: str) -> None:
+    line = f"{sys.executable} -m jaxinfer generate {folder} --prompt A --max-tokens 2 --quiet > /dev/full"
+    done = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device\n")
 
 
 def test_interruption_is_exit_code_130(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,8 +426,10 @@ sys.exit(main(["info", "/dev/null/none"]))
         "gc.callbacks.append(lambda phase, _: phase == 'start' and interrupt()); gc.collect(); time.sleep(20)",
         # The initialisation of a module in C++, which pybind11 makes an ImportError of.
         "raise ImportError('initialization failed') from KeyboardInterrupt()",
+        # A call of C++ that comes back with Ctrl-C's exception set.
+        "raise SystemError('returned a result with an exception set') from KeyboardInterrupt()",
     ],
-    ids=["garbage collector", "C++ module"],
+    ids=["garbage collector", "C++ module", "C++ call"],
 )
 def test_an_interruption_that_others_swallow_is_exit_code_130(meets: str) -> None:
     program = f"""

@@ -364,7 +364,7 @@ def test_a_write_that_fails_leaves_nothing_and_says_so(
     ):
         store.write_all(pieces())
     assert not any(tmp_path.iterdir())
-    assert "not written; what was there of it has been removed" in caplog.text
+    assert "not written; what had been begun of it is removed" in caplog.text
 
 
 def test_a_write_that_lacks_a_layer_is_no_store(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from tokenizer_training import PUBLISHED, texts, trained
 from tokenizers import processors
 
+from checkpoints.errors import CheckpointError
 from jaxinfer.tokenization import TextStream, Tokenizer, tokenizer_from_folder
 
 SENTENCE = "The fox 12 x != y"
@@ -190,6 +192,30 @@ def test_broken_files_are_named(tmp_path, name: str, content: str, message: str)
         tokenizer_from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("merge", [["a", "é"], "a é", ["a", ""]])
+def test_a_merge_without_its_prefix_never_reaches_the_library(tmp_path, monkeypatch, merge):
+    """`tokenizers` 0.23 ends the process over ["a", "é"]."""
+    model = {"type": "BPE", "continuing_subword_prefix": "x", "vocab": {"a": 0, "é": 1, "aé": 2}, "merges": [merge]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}), encoding="utf-8")
+    monkeypatch.setattr(tokenizers, "Tokenizer", None)
+    message = (
+        f"{tmp_path / 'tokenizer.json'}: the second part of the merge {merge!r} lacks the continuing_subword_prefix 'x'"
+    )
+    with pytest.raises(CheckpointError, match=re.escape(message) + "; download it again"):
+        tokenizer_from_folder(tmp_path)
+
+
+def test_merges_with_a_prefix(tmp_path):
+    """ "##" is there in the vocabulary and in the merges, as `tokenizers` itself writes them."""
+    model = tokenizers.models.BPE(
+        {"a": 0, "##b": 1, "##c": 2, "ab": 3, "##bc": 4}, [("##b", "##c"), ("a", "##b")], continuing_subword_prefix="##"
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load(tmp_path).encode("abc") == [0, 4]
+
+
 def test_decoder_without_bytes_is_refused(tmp_path):
     backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
     backend.decoder = tokenizers.decoders.WordPiece()
@@ -228,7 +254,7 @@ def test_named_list_of_chat_templates(tmp_path):
 
 
 def test_no_chat_template_is_an_error_with_a_remedy(tmp_path):
-    with pytest.raises(ValueError, match=r"no chat template .*pass chat_template="):
+    with pytest.raises(ValueError, match=r"no chat template .*Python: chat_template="):
         load(write(tmp_path)).apply_chat_template([{"role": "user", "content": "Hi"}])
 
 

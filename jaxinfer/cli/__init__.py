@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return command_line.run(arguments)
     except KeyboardInterrupt:
         pass
-    except ImportError as error:
-        # What Ctrl-C makes of a module in C++ whose initialisation it meets.
+    except (ImportError, SystemError) as error:
+        # What Ctrl-C makes of C++ that it meets: a module that is initialised, a call that comes back.
         if not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             raise
     if arguments is None:

@@ -6,6 +6,7 @@ command is run, not before.
 """
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -20,6 +21,8 @@ from jaxinfer.cli.scoring_options import add_perplexity, add_score
 from jaxinfer.cli.sensitivity_options import add_sensitivity
 from jaxinfer.cli.store_options import add_convert, add_quantize
 
+FAILED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What no other input would have helped with."""
 LONGEST_ERROR = 2000
 """Characters: what a damaged file has in place of a name may be megabytes long."""
 
@@ -153,7 +156,7 @@ def run(arguments: Sequence[str] | None) -> int:
         if options.traceback:
             raise
         print(f"error: {options.parser.in_options(describe(error))}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OSError) and error.errno in FAILED_WRITES else 2
 
 
 def _open_standard_streams() -> None:
@@ -167,5 +170,7 @@ def describe(error: Exception) -> str:
     """An error as one line."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fspath(error.filename)}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in FAILED_WRITES and error.strerror:
+        return f"the output cannot be written: {error.strerror}"
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,7 +118,10 @@ def _report(failures: Sequence[tuple[int, str]]) -> int:
 
 
 def _tables(model: Model, tables: Sequence[Mapping[int, Logprob] | None] | None) -> list | None:
-    """Log-probabilities as JSON: for each position a list of tokens, that of the text itself first."""
+    """Log-probabilities as JSON: for each position a list of tokens, that of the text itself first.
+
+    null is a prompt token's whose logits were not finite.
+    """
     if tables is None:
         return None
     return [
@@ -129,7 +133,7 @@ def _tables(model: Model, tables: Sequence[Mapping[int, Logprob] | None] | None)
                 "token": None
                 if model.tokenizer is None
                 else model.tokenizer.decode([token], skip_special_tokens=False),
-                "logprob": score.logprob,
+                "logprob": score.logprob if math.isfinite(score.logprob) else None,
                 "rank": score.rank,
             }
             for token, score in table.items()

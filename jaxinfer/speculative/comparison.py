@@ -58,6 +58,12 @@ class Comparison:
         """Of a step: what it takes longer than verification alone."""
         return max(0.0, self.step - self.verify_step)
 
+    def _step_line(self) -> str:
+        verify, plain = f"verify {1e3 * self.verify_step:.2f}", f"plain step {1e3 * self.plain_step:.2f} ms"
+        if self.verify_step > self.step:  # measured by itself; the machine had other work at the time
+            return f"  step {1e3 * self.step:.2f} ms; {verify} by itself, so these times are noise; {plain}"
+        return f"  step {1e3 * self.step:.2f} ms = draft {1e3 * self.draft_seconds:.2f} + {verify}; {plain}"
+
     @property
     def same_tokens(self) -> int:
         """Completions that are token for token those of plain decoding."""
@@ -70,8 +76,7 @@ class Comparison:
             f"{self.draft}, k = {self.k}",
             f"  {self.speculative.tokens_per_second:.1f} tokens/s, plain {self.plain.tokens_per_second:.1f} tokens/s: "
             f"speed-up {self.speedup:.2f}",
-            f"  step {1e3 * self.step:.2f} ms = draft {1e3 * self.draft_seconds:.2f} + verify "
-            f"{1e3 * self.verify_step:.2f}; plain step {1e3 * self.plain_step:.2f} ms",
+            self._step_line(),
             f"  acceptance {report.acceptance_rate:.0%}, by position {places}",
             f"  mean accepted length {report.mean_accepted_length:.2f}, {report.tokens_per_step:.2f} tokens a step",
             *(f"  {line}" for line in bars(report.histogram)),

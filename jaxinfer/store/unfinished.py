@@ -50,7 +50,7 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
         if folder.exists():
             lock.release()
             shutil.rmtree(folder, ignore_errors=True)
-            log.warning("%s: not written; what was there of it has been removed", path)
+            log.warning("%s: not written; what had been begun of it is removed", path)
     _synchronise(path.parent)
 
 

@@ -195,7 +195,7 @@ class Tokenizer:
                 f"no default chat template; pass chat_template= one of {', '.join(sorted(self.chat_templates))}"
             )
         raise ValueError(
-            "this model has no chat template (a base model?); pass chat_template= with a Jinja template, "
+            "this model has no chat template (a base model?); give one (Python: chat_template=, a Jinja template), "
             "or encode a plain text"
         )
 
