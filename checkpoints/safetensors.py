@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, exists
 from checkpoints.safetensors_file import SafetensorsFile, show
 from checkpoints.tensors import TensorInfo
 
@@ -25,13 +25,13 @@ def read_json(folder: str | os.PathLike[str], filename: str, *, optional: bool =
     """Returns the JSON object in a file of a model folder, such as `config.json`.
 
     `optional=True` turns a missing file into an empty dict. Everything else that is wrong (no such folder,
-    not UTF-8, not JSON, not an object) is a CheckpointError.
+    a link to nothing, not UTF-8, not JSON, not an object) is a CheckpointError.
     """
     folder = Path(folder)
     path = folder / filename
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; expected a model folder that holds {filename}")
-    if not path.exists():
+    if not exists(path):
         if optional:
             return {}
         raise CheckpointError(f"{folder} has no {filename}; download the whole model folder")
@@ -105,10 +105,10 @@ def _safetensors_names(folder: Path) -> list[str]:
 
 def _choose_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """Returns the names of the files to read and, where there is an index, its map from tensor to file."""
-    if (folder / INDEX_FILE).exists():
+    if exists(folder / INDEX_FILE):
         index = _read_index(folder)
         shards = sorted(set(index.values()))
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        missing = [shard for shard in shards if not exists(folder / shard)]
         if missing:
             raise CheckpointError(
                 f"{folder} lacks {len(missing)} of the {len(shards)} shards that {INDEX_FILE} names: "

@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections.abc import Iterator, Mapping
 
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, exists
 from checkpoints.gguf import GGUFFile, whole_models
 from checkpoints.names import Mismatch
 from checkpoints.pull import pull
@@ -190,7 +190,7 @@ def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Pa
         if looks_like_path:
             raise FileNotFoundError(f"{text}: no such file or folder; a model to fetch is written name or owner/name")
         path = pull(text, progress=progress)
-    if path.is_dir() and not is_store(path) and not (path / "config.json").exists():
+    if path.is_dir() and not is_store(path) and not exists(path / "config.json"):
         ggufs = whole_models(path.glob("*.gguf"))
         if len(ggufs) != 1:
             listed = ", ".join(file.name for file in ggufs) or "no .gguf file either"

@@ -261,6 +261,29 @@ def test_pipes_do_not_block(tmp_path: pathlib.Path, name: str):
         load(folder, progress=False)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.json",
+        "chat_template.jinja", "additional_chat_templates/rag.jinja", "model.safetensors",
+        "model.safetensors.index.json", "model-00001-of-00001.safetensors",
+    ],
+)  # fmt: skip
+def test_a_link_to_nothing_is_not_an_absent_file(tmp_path: pathlib.Path, name: str):
+    """A Hugging Face snapshot holds links into ../../blobs, which a plain copy leaves behind."""
+    folder = markov.save(tmp_path / "m", {})
+    link = folder / name
+    if link.name.startswith("model-"):
+        index = {"weight_map": {"lm_head.weight": link.name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to("../../blobs/0a1b")
+    message = f"{link} is a link to ../../blobs/0a1b, which is not there; copy the snapshot with its files (cp -L), or"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(folder, progress=False)
+
+
 def test_a_gguf_file_that_is_a_pipe_or_a_device_is_refused(tmp_path: pathlib.Path):
     os.mkfifo(tmp_path / "m.gguf")
     (tmp_path / "zero.gguf").symlink_to("/dev/zero")

@@ -4,6 +4,7 @@ Only data is read: no class named in the folder is looked up, no code in it is r
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
-from checkpoints.errors import check_regular
+from checkpoints.errors import CheckpointError, check_regular, exists
 from checkpoints.safetensors import read_json
 from jaxinfer.tokenization.sentencepiece import read_model
 from jaxinfer.tokenization.tokenizer import Tokenizer, added_by_post_processor, backend_errors
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _OTHER_FORMATS = ("tekken.json", "vocab.json", "merges.txt", "vocab.txt", "tiktoken.model", "spiece.model")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_HAS_SUBWORD_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
@@ -59,15 +61,38 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer | None:
 
 def _has(folder: Path, name: str) -> bool:
     """Whether a folder has a file. A pipe or a device of that name is an error: reading it may never end."""
-    if not (folder / name).exists():
+    if not exists(folder / name):
         return False
     check_regular(folder / name)
     return True
 
 
 def _from_json(path: Path) -> tokenizers.Tokenizer:
+    _check_merges(path)
     with backend_errors(f"{path} is not a tokenizer; download it again"):
         return tokenizers.Tokenizer.from_file(str(path))
+
+
+def _check_merges(path: Path) -> None:
+    """Raises CheckpointError where a BPE merge's second part lacks the prefix that the file says it has.
+
+    `tokenizers` cuts the prefix's length off that part without looking, and may end the process over what is left.
+    Hardly any BPE file has a prefix, so that as a rule nothing is parsed here.
+    """
+    try:
+        has_prefix = _HAS_SUBWORD_PREFIX.search(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    match read_json(path.parent, path.name) if has_prefix else None:
+        case {"model": {"continuing_subword_prefix": str(prefix), "merges": list(merges)}}:
+            for merge in merges:
+                parts = merge.split(" ") if isinstance(merge, str) else merge
+                match parts:
+                    case [_, str(second)] if not second.startswith(prefix):
+                        raise CheckpointError(
+                            f"{path}: the second part of the merge {merge!r} lacks the continuing_subword_prefix "
+                            f"{prefix!r}; download it again"
+                        )
 
 
 def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Any]:
@@ -186,7 +211,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
                             "download its files again"
                         )
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        if path.is_file():
+        if exists(path) and path.is_file():
             templates[path.stem] = _read_template(path)
     if _has(folder, "chat_template.jinja"):
         templates["default"] = _read_template(folder / "chat_template.jinja")
