@@ -138,7 +138,8 @@ def _kind(field: str) -> str:
 def _lines(facts: dict[str, Any]) -> Iterable[str]:
     """The facts for people."""
     config, kv, tokenizer = facts["config"], facts["kv_cache"], facts["tokenizer"]
-    yield f"{facts['model']}  ({facts['path']})"
+    model, path = str(facts["model"]), str(facts["path"])
+    yield model if model == path else f"{model}  ({path})"
     yield from _section("parameters", [(f"{facts['parameters']:,}", "")])
     yield from _section(
         f"memory, {' and '.join(facts['precisions'])}",
