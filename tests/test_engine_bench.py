@@ -132,8 +132,9 @@ def test_bench_makes_programs_for_its_workload_alone(
     monkeypatch.setattr(bench, "Engine", Recorded)
     folder = markov.save(tmp_path / "model", {0: 1})
     shape = ["--requests", "3", "--prompt-tokens", "11", "11", "--output-tokens", "5", "5"]
-    assert main(["bench", str(folder), *shape]) == 2
+    assert main(["bench", str(folder), *shape, "--decode-order", "longest"]) == 2
     (settings,) = made
+    assert settings.rules.decode_order == "longest"
     assert (settings.decode_rows, settings.max_context, settings.page_widths) == ((1, 3), 15, (1,))
     assert settings.rules.prefill_lengths == (64,)
     capsys.readouterr()

@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
         max_context=options.max_context or max(map(cache_tokens, requests)),
         decode_chunk=options.decode_chunk,
         decode_stall_ms=options.decode_stall_ms,
+        decode_order=options.decode_order,
         policy=options.policy,
         prefix_cache=not options.no_prefix_cache,
         sampling=tuple(dict.fromkeys(dataclasses.replace(one.params, max_tokens=None) for one in arrivals)),

@@ -38,6 +38,12 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-chunk", type=int, metavar="N", help="decode steps in one program")
     parser.add_argument("--decode-stall-ms", type=float, metavar="X", help="longest that decoding may wait for prefill")
     parser.add_argument(
+        "--decode-order",
+        choices=("shortest", "arrival", "longest"),
+        default="shortest",
+        help="who decodes when not all can; longest is for batches (shortest)",
+    )
+    parser.add_argument(
         "--policy", choices=("separate", "mixed"), default="separate", help="two queues, or one as a baseline"
     )
     parser.add_argument(
