@@ -20,6 +20,8 @@ DECODE = ("decode", "tokens_per_s", "decode")
 FIRST = ("decode", "ttft_ms", "first_token_ms")
 READY = ("decode", "ready_cold_s", "ready_s")
 MANY = ("throughput", "output_tokens_per_s", "throughput")
+OWN_ORDER = {"kv": None, "decode_order": None}
+"""The engine's own order: it is not told how long answers become, as its peers are not."""
 ROWS: list[tuple[str, tuple[str, str, str], dict[str, Any]]] = [
     *(
         (f"decode, {weights}, {batch} at once, tok/s", DECODE, {"weights": weights, "batch": batch, "prompt": 128})
@@ -27,8 +29,10 @@ ROWS: list[tuple[str, tuple[str, str, str], dict[str, Any]]] = [
         for batch in (1, 16, 64)
     ),
     ("first token, bfloat16, prompt of 2048 tokens, ms", FIRST, {"weights": "bfloat16", "batch": 1, "prompt": 2048}),
-    ("256 requests of 100 to 1024 tokens, bfloat16, output tok/s", MANY, {"weights": "bfloat16", "kv": None}),
-    ("the same, int4", MANY, {"weights": "int4", "kv": None}),
+    *(
+        (f"256 requests of 100 to 1024 tokens, {weights}, output tok/s", MANY, {"weights": weights, **OWN_ORDER})
+        for weights in ("bfloat16", "int4")
+    ),
     ("start to first answer, nothing compiled before, s", READY, {"weights": "bfloat16"}),
 ]
 """Words, (benchmark, metric, section of the peers' figures), and what a case must have; None for what it must not."""
@@ -43,8 +47,7 @@ def table(records: Iterable[Record], peers: Mapping[str, list[dict]]) -> str:
         target = {"benchmark": benchmark, "metric": metric, "device": DEVICE, "case": wanted, bound: 0}
         record = best_match(target, cases)
         case = {} if record is None else record["case"]
-        order = f" ({case['decode_order']} first)" if "decode_order" in case else ""
-        rows.append([words + order, number(record), peers_for(peers, section, metric, case)])
+        rows.append([words, number(record), peers_for(peers, section, metric, case)])
     return markdown(["Llama-3-8B's shape, random weights, one H200", "jaxinfer", "others"], rows)
 
 

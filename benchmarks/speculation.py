@@ -190,18 +190,17 @@ def text(recorder: Recorder, options: argparse.Namespace) -> None:
             plain = measure_plain(model, ids, params, repeats=options.repeats)
             for speculation in runs:
                 found = compare(model, ids, params, speculation, plain=plain, repeats=options.repeats)
-                case: dict[str, object] = {
-                    "target": options.model,
-                    "weights": str(model.dtype),
-                    "draft": found.draft,
-                    "k": found.k,
-                    "batch": len(ids),
-                    "mode": "exact",
-                    "task": task,
-                    "output": options.output,
-                }
+                case = case_of(model, found, ids, options, "exact", task=task)
                 gaps = [abs(difference.gap) for difference in first_differences(model, ids, found)]
                 recorder.record(case, metrics_of(found) | ({"largest_tie_gap": (max(gaps), "nats")} if gaps else {}))
+
+
+def case_of(
+    model: ji.Model, found: Comparison, ids: list, options: argparse.Namespace, mode: str, **more: object
+) -> dict[str, object]:
+    """What a record of a real model says of its run."""
+    case = {"target": options.model, "weights": str(model.dtype), "draft": found.draft, "k": found.k, "batch": len(ids)}
+    return case | {"mode": mode} | more | {"output": options.output}
 
 
 def lossy(recorder: Recorder, options: argparse.Namespace) -> None:
@@ -216,15 +215,7 @@ def lossy(recorder: Recorder, options: argparse.Namespace) -> None:
             for rule in (Exact(), LossyTopK(), LossyTypical(), LossyKL()):
                 speculation = ji.Speculation(draft, acceptance=rule, policy=FixedLength())
                 found = compare(model, ids, params, speculation, plain=plain, repeats=options.repeats)
-                case: dict[str, object] = {
-                    "target": options.model,
-                    "weights": str(model.dtype),
-                    "draft": found.draft,
-                    "k": found.k,
-                    "batch": len(ids),
-                    "mode": repr(rule),
-                    "output": options.output,
-                }
+                case = case_of(model, found, ids, options, repr(rule))
                 quality = Choices.of(model, ids, found.speculative)
                 metrics = {"first_choice_share": (quality.first, ""), "gap_to_first_choice": (quality.gap, "nats")}
                 recorder.record(case, metrics_of(found) | metrics)

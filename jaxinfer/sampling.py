@@ -136,9 +136,8 @@ def draw(
     """Draws a token of each row with probabilities proportional to `exp(log_weights)`, of which the largest is near 1.
 
     First a block of tokens with the probability of the block, then a token within it, each by the largest sum of
-    log-weight and Gumbel noise: the same distribution as one draw among all tokens, for a hundredth of the noise. For
-    256 rows of 128,256 tokens on an H200 a number for each took 185 us, reading the logits 32. A weight below 1e-38 is
-    none.
+    log-weight and Gumbel noise: the same distribution as one draw among all tokens, for a hundredth of the noise, which
+    takes a GPU several times as long as reading the logits. A weight below 1e-38 is none.
     """
     batch, vocab = log_weights.shape
     num_blocks = -(-vocab // BLOCK)

@@ -281,8 +281,8 @@ def test_x_in_float16_on_the_gpu(rows: int, out_features: int, in_features: int)
     """Asynchronous copies, bulk copies, bulk copies in three slices of the inputs; tokens of very different size.
 
     The bound is twice what an H200 showed (3.8e-6). Tensor cores align what they add by the exponents that the factors
-    are written with, and a code's is 2^-14 whatever it is: sums lose up to ten of their 25 bits. Simulated so, the
-    errors of this test's tokens come out as 2e-6 to 5e-6, in their order; with real exponents they would be 1e-7.
+    are written with, and a code's is 2^-14 whatever it is: sums lose up to ten of their 25 bits.
+    test_float16_sums.py has a model of it, which comes to 2e-6 to 5e-6 here, and to 1e-7 if exponents were real ones.
     """
     weight, values = make(out_features, in_features, 128, "zero_point")
     x = (tokens(rows, in_features).astype(np.float32) * 2.0 ** np.arange(0, 80, 10)[:rows, None]).astype(BF16)

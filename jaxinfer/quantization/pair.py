@@ -6,7 +6,6 @@ import os
 import pathlib
 import typing
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
@@ -19,7 +18,7 @@ from jaxinfer.quantization.api import CalibrationText, dense_pieces, quantize, w
 from jaxinfer.quantization.calibrated import check_request
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.plan import Plan, resolve
-from jaxinfer.quantization.quality import head_of, head_statistics, joined, row_batches, whole_rows
+from jaxinfer.quantization.quality import compared, joined
 from jaxinfer.quantization.report import Agreement, PairReport, QuantizationReport
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.source import open_source
@@ -155,16 +154,7 @@ def agreement(
     draft: Model, target: Model, windows: Int32[np.ndarray, "rows tokens"], *, progress: bool = False
 ) -> Agreement | None:
     """How far two models of the same tokens agree on rows of token ids; None on none."""
-    statistics = []
-    batches = list(row_batches(windows))
-    with progress_bar(total=len(batches), unit="batch", desc="Comparing", shown=progress, leave=False) as bar:
-        for batch in batches:
-            tokens = jnp.asarray(batch)
-            hidden = [whole_rows(model.params, tokens, config=model.config) for model in (draft, target)]
-            heads = [head_of(model.params) for model in (draft, target)]
-            configs = {"config": draft.config, "original_config": target.config}
-            statistics.append(jax.block_until_ready(head_statistics(*hidden, *heads, tokens, **configs)))
-            bar.update()
+    statistics = compared(draft, target, windows, progress=progress)
     if not statistics:
         return None
     _, _, divergence, _, shared = joined(statistics)

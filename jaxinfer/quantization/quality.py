@@ -90,16 +90,25 @@ def measure(
             f"{model.name} has {model.config.num_tokens} tokens, {original.name} {original.config.num_tokens}; "
             "compare a model with the one it was made from"
         )
+    return quality_of(compared(model, original, windows, progress=progress))
+
+
+def compared(
+    model: Model, original: Model, windows: Int32[np.ndarray, "rows tokens"], *, progress: bool
+) -> list[Statistics]:
+    """`head_statistics` of two models of the same tokens, of a batch of rows each."""
     statistics = []
     batches = list(row_batches(windows))
+    configs = {"config": model.config, "original_config": original.config}
     with progress_bar(total=len(batches), desc="Comparing", unit="batch", shown=progress, leave=False) as bar:
         for batch in batches:
             tokens = jnp.asarray(batch)
             hidden = [whole_rows(m.params, tokens, config=m.config) for m in (model, original)]
             heads = [head_of(m.params) for m in (model, original)]
-            statistics.append(head_statistics(*hidden, *heads, tokens, config=model.config))
+            # Waited for: the bar tells the time that is left.
+            statistics.append(jax.block_until_ready(head_statistics(*hidden, *heads, tokens, **configs)))
             bar.update()
-    return quality_of(statistics)
+    return statistics
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -199,7 +199,7 @@ def plan_for(
     if groups > MULTIPROCESSORS // 2:
         # Two or more small blocks on each multiprocessor: 98 % of the memory's speed at depth 1. A cluster of two evens
         # out what does not divide, and rows that differ in length; rows of thousands of tokens do without, and so do
-        # very many rows (128 of 100 to 1900 tokens, the longest first: 127 us, 130 with clusters).
+        # very many rows, the longest first.
         many, uneven = 3 * MULTIPROCESSORS, 1024 <= room <= 2048
         splits = 1 if groups > 2 * many or (groups > many and not uneven) else 2
         warps, depth = 4, 1
