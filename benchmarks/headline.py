@@ -20,7 +20,7 @@ DECODE = ("decode", "tokens_per_s", "decode")
 FIRST = ("decode", "ttft_ms", "first_token_ms")
 READY = ("decode", "ready_cold_s", "ready_s")
 MANY = ("throughput", "output_tokens_per_s", "throughput")
-OWN_ORDER = {"kv": None, "decode_order": None}
+OWN_ORDER = {"kv": None, "decode_order": "shortest"}
 """The engine's own order: it is not told how long answers become, as its peers are not."""
 ROWS: list[tuple[str, tuple[str, str, str], dict[str, Any]]] = [
     *(
