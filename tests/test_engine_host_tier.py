@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxinfer.engine.config import EngineConfig, settle
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.host_pages import HostPool, Move
-from jaxinfer.engine.host_store import MOVES, HostStore
+from jaxinfer.engine.host_store import MOVES, HostStore, together
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.rules import Rules
@@ -63,11 +63,10 @@ def test_sequences_read_their_own_tokens_from_both_tiers(chosen, requests, host_
 
     def plan():
         planned = whole()
-        for move in prefixes.take_moves():
-            if move.kind == "demote":
-                host[move.host_page] = list(simulation.pages[move.page])
-            else:
-                simulation.pages[move.page] = host.pop(move.host_page)
+        for out, back in together(prefixes.take_moves()):
+            returning = [host.pop(move.host_page) for move in back]
+            host.update((move.host_page, list(simulation.pages[move.page])) for move in out)
+            simulation.pages.update((move.page, tokens) for move, tokens in zip(back, returning, strict=True))
         return planned
 
     simulation.scheduler.plan = plan
@@ -85,6 +84,20 @@ def test_sequences_read_their_own_tokens_from_both_tiers(chosen, requests, host_
     for sequence in sequences:
         assert sequence.status is Status.FINISHED
         assert sequence.tokens == simulation.text(sequence, simulation.lengths[sequence])
+
+
+def test_pages_that_take_turns_share_programs() -> None:
+    """A full pool's moves come as out, back, out, back: 3 * MOVES of each are 3 programs of each. On an H200 a prompt
+    of 512 pages took 568 ms to come back when each page had two programs of its own, and 73 ms to compute."""
+    turns = [
+        move
+        for page in range(1, 1 + 3 * MOVES)
+        for move in (Move("demote", page, 999 + page), Move("restore", page, page))
+    ]
+    assert [(len(out), len(back)) for out, back in together(turns)] == 3 * [(MOVES, MOVES)]
+    # One that was brought back and leaves again, and one that left and comes back, wait for the move before.
+    again = [Move("restore", 1, 7), Move("demote", 1, 7), Move("restore", 2, 7), Move("demote", 3, 8)]
+    assert [(len(out), len(back)) for out, back in together(again)] == [(0, 1), (1, 0), (1, 1)]
 
 
 # --- On the device

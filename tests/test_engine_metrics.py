@@ -374,14 +374,18 @@ def test_stall_bound_in_milliseconds_follows_the_measured_rate() -> None:
 
 
 def test_meter_splits_the_time_between_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dispatched at 1 and 2, ended at 3 and 7: the second began when the first was over."""
-    now = iter([0.0, 0.0, 3.0, 7.0])
+    """Dispatched at 1 and 2, ended at 3 and 7: the second began when the first was over. A small prefill says nothing
+    of what more tokens cost: the rest of a prompt whose pages came back from the host would make computing seem slow.
+    """
+    now = iter([0.0, 0.0, 3.0, 7.0, 8.0])
     monkeypatch.setattr("jaxinfer.engine.metrics.time.perf_counter", lambda: next(now))
     meter = Meter()
     meter.add_program("prefill", 1.0, 1, 1, 100)
     meter.add_program("decode", 2.0, 3, 4, 12)
     assert list(meter.spans) == [Span("prefill", 1.0, 3.0, 1, 100), Span("decode", 3.0, 7.0, 3, 12)]
     assert (meter.prefill_rate, meter.busy) == (50.0, {"prefill": 2.0, "decode": 4.0})
+    meter.add_program("prefill", 7.0, 1, 1, 10)
+    assert (meter.prefill_rate, meter.full_prefill_rate) == (pytest.approx(100 / 2.8), 50.0)
 
 
 # --- The picture

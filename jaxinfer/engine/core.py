@@ -274,10 +274,13 @@ class EngineCore:
             self._scheduler.stall_tokens = int(self.config.decode_stall_ms * 1e-3 * self._meter.prefill_rate)
 
     def _is_worth_restoring(self, num_pages: int) -> bool:
-        """Whether copying pages from the host is faster than computing their tokens; if that is not known, it is."""
+        """Whether copying pages from the host is faster than computing their tokens; if that is not known, it is.
+
+        What follows them is computed in any case: their tokens cost what they add to that, as in large programs.
+        """
         _, runner = self._live()
         seconds = None if runner.store is None else runner.store.seconds_for(num_pages)
-        rate = self._meter.prefill_rate
+        rate = self._meter.full_prefill_rate
         return seconds is None or rate is None or seconds < num_pages * self.settings.rules.page_size / rate
 
     def _recover(self) -> None:

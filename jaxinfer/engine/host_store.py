@@ -2,13 +2,14 @@
 
 A page leaves the device in two steps: a program gathers its keys and values of all layers into one array, and that
 array is copied to the host while the device goes on; a page comes back the other way round. All is dispatched in order
-and nothing is waited for: whatever overwrites a page, or reads it, comes after its move.
+and nothing is waited for: whatever overwrites a page, or reads it, comes after its move. A page that comes back takes
+the place of one that leaves, so moves come as out, back, out, back: those that do not depend on each other are carried
+out together, or each page would cost two programs of many.
 """
 
 import functools
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from jaxinfer.kv_cache import PagedKVCache
 
 MOVES = 16
 """Pages that one program gathers or scatters, padding included."""
+MEASURED_CALLS = 4
+"""Calls of which the time is taken: the host prepares one while another is carried out."""
 
 type Page = list[jax.Array]
 """Contents of a page: an array for each shape and type of the cache's leaves, [leaves, kv_heads, page_size, ...]."""
@@ -36,13 +39,16 @@ def gather_pages(cache: PagedKVCache, pages: Int32[Array, " moves"]) -> list[Pag
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def scatter_pages(cache: PagedKVCache, contents: list[Page], pages: Int32[Array, " moves"]) -> PagedKVCache:
-    """Writes contents into pages. Several may go to the scratch page, which nobody reads."""
+    """Writes contents into pages, each page once; those for the scratch page are padding and go nowhere."""
     leaves, tree = jax.tree.flatten(cache)
-    places = {id(leaf): index for index, leaf in enumerate(leaves)}
+    # Unique, and padding past the end: otherwise XLA writes every number of 16 bits with a loop of compare-and-swap.
+    beyond = leaves[0].shape[0] + jnp.arange(MOVES, dtype=jnp.int32)
+    places = jnp.where(pages == SCRATCH_PAGE, beyond, pages)
+    indices = {id(leaf): index for index, leaf in enumerate(leaves)}
     for kind, alike in enumerate(_alike(cache)):
         new = jnp.stack([page[kind] for page in contents], axis=1)
         for leaf, rows in zip(alike, new, strict=True):
-            leaves[places[id(leaf)]] = leaf.at[pages].set(rows)
+            leaves[indices[id(leaf)]] = leaf.at[places].set(rows, mode="drop", unique_indices=True)
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -58,6 +64,29 @@ def _alike(cache: PagedKVCache) -> list[list[jax.Array]]:
     for leaf in jax.tree.leaves(cache):
         kinds.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
     return list(kinds.values())
+
+
+def together(moves: Sequence[Move]) -> Iterator[tuple[list[Move], list[Move]]]:
+    """Cuts moves, in order, into groups of up to `MOVES` out and up to `MOVES` back, each group (out, back).
+
+    In a group all pages can leave before any comes back: nobody reads what another move of the group brings.
+    """
+    out, back = list[Move](), list[Move]()
+    filled, written = set[int](), set[int]()
+    """Host pages and pages that this group fills."""
+    for move in moves:
+        leaves = move.kind == "demote"
+        depends = move.page in written or (not leaves and move.host_page in filled)
+        if depends or len(out if leaves else back) == MOVES:
+            yield out, back
+            out, back, filled, written = [], [], set(), set()
+        (out if leaves else back).append(move)
+        if leaves:
+            filled.add(move.host_page)
+        elif move.page != SCRATCH_PAGE:
+            written.add(move.page)
+    if out or back:
+        yield out, back
 
 
 class HostStore:
@@ -76,19 +105,23 @@ class HostStore:
         self.num_moved = {"demote": 0, "restore": 0}
         """Pages, since the store was made."""
         self.seconds_a_call: float | None = None
-        """What bringing `MOVES` pages to the device takes, once it has been measured."""
+        """What bringing `MOVES` pages to the device takes while as many leave, once it has been measured."""
 
     def clear(self) -> None:
         """Gives the memory back."""
         self._contents.clear()
 
     def carry_out(self, cache: PagedKVCache, moves: Sequence[Move]) -> PagedKVCache:
-        """Dispatches moves in order; returns the cache after them."""
-        for move in moves:
-            self.num_moved[move.kind] += 1
-        for kind, alike in itertools.groupby(moves, key=lambda move: move.kind):
-            for some in itertools.batched(alike, MOVES):
-                cache = self._demote(cache, some) if kind == "demote" else self._restore(cache, some)
+        """Dispatches moves, as if in order; returns the cache after them."""
+        for out, back in together(moves):
+            # Taken first: a page that leaves may get the host page of one that comes back.
+            returning = [self._contents.pop(move.host_page) for move in back]
+            if out:
+                self._demote(cache, out)
+            if back:
+                cache = self._restore(cache, back, returning)
+            self.num_moved["demote"] += len(out)
+            self.num_moved["restore"] += len(back)
         return cache
 
     def seconds_for(self, num_pages: int) -> float | None:
@@ -96,26 +129,33 @@ class HostStore:
         return None if self.seconds_a_call is None else -(-num_pages // MOVES) * self.seconds_a_call
 
     def measure(self, cache: PagedKVCache) -> PagedKVCache:
-        """Takes the time of a full call, over the scratch page: what a transfer costs depends on the machine."""
-        moves = [Move("demote", SCRATCH_PAGE, -1 - place) for place in range(MOVES)]
-        back = [Move("restore", move.page, move.host_page) for move in moves]
+        """Takes the time of full calls, over the scratch page: what a transfer costs depends on the machine.
+
+        As many pages leave as come back, as it is when the pool is full: which it was when pages went to the host.
+        """
+        count = MEASURED_CALLS * MOVES
+        out = [Move("demote", SCRATCH_PAGE, -1 - place) for place in range(count)]
+        instead = [Move("demote", SCRATCH_PAGE, -1 - count - place) for place in range(count)]
         for _ in range(2):  # the first allocates
-            cache = jax.block_until_ready(self.carry_out(cache, moves))
-            jax.block_until_ready(list(self._contents.values()))
+            cache = self.carry_out(cache, out)
+            jax.block_until_ready((cache, list(self._contents.values())))
             start = time.perf_counter()
-            cache = jax.block_until_ready(self.carry_out(cache, back))
-            self.seconds_a_call = time.perf_counter() - start
+            back = [Move("restore", move.page, move.host_page) for move in out]
+            cache = self.carry_out(cache, [move for pair in zip(instead, back, strict=True) for move in pair])
+            jax.block_until_ready((cache, list(self._contents.values())))
+            self.seconds_a_call = (time.perf_counter() - start) / MEASURED_CALLS
+            for move in instead:
+                del self._contents[move.host_page]
         self.num_moved = {"demote": 0, "restore": 0}
         return cache
 
-    def _demote(self, cache: PagedKVCache, moves: Sequence[Move]) -> PagedKVCache:
+    def _demote(self, cache: PagedKVCache, moves: Sequence[Move]) -> None:
         gathered = self._gather()(cache, _padded([move.page for move in moves]))
         copies = jax.device_put(gathered[: len(moves)], self._pinned)
         self._contents.update((move.host_page, copy) for move, copy in zip(moves, copies, strict=True))
-        return cache
 
-    def _restore(self, cache: PagedKVCache, moves: Sequence[Move]) -> PagedKVCache:
-        copies = jax.device_put([self._contents.pop(move.host_page) for move in moves], self._device)
+    def _restore(self, cache: PagedKVCache, moves: Sequence[Move], contents: Sequence[Page]) -> PagedKVCache:
+        copies = jax.device_put(list(contents), self._device)
         copies += [copies[0]] * (MOVES - len(copies))
         return self._scatter()(cache, copies, _padded([move.page for move in moves]))
 

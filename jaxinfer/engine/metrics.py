@@ -186,7 +186,10 @@ class Meter:
         self.origin = time.perf_counter()
         self.prefill_rate: float | None = None
         """Prefill tokens per second of device time, over about the last ten programs; survives `reset`."""
-        self._recent = (0.0, 0.0)
+        self.full_prefill_rate: float | None = None
+        """The same over programs at least half as large as the largest: what more tokens cost than a few do."""
+        self._recent = self._recent_full = (0.0, 0.0)
+        self._largest = 0
         self._last_end = 0.0
         self.reset()
 
@@ -220,9 +223,10 @@ class Meter:
         elif kind == "prefill":
             self.prompt_tokens += num_tokens
             if end > start:
-                tokens, seconds = self._recent
-                self._recent = (0.9 * tokens + num_tokens, 0.9 * seconds + end - start)
-                self.prefill_rate = self._recent[0] / self._recent[1]
+                self._recent, self.prefill_rate = _recent_rate(self._recent, num_tokens, end - start)
+                self._largest = max(self._largest, num_tokens)
+                if 2 * num_tokens >= self._largest:
+                    self._recent_full, self.full_prefill_rate = _recent_rate(self._recent_full, num_tokens, end - start)
         return end - start
 
     def add_tokens(self, clock: Clock, count: int) -> None:
@@ -247,3 +251,9 @@ class Meter:
             Latency.of((last - first) / (clock.num_tokens - 1) for clock, first, last in spans if clock.num_tokens > 1),
             Latency.of(last - clock.submitted for clock, _, last in spans),
         )
+
+
+def _recent_rate(recent: tuple[float, float], tokens: int, seconds: float) -> tuple[tuple[float, float], float]:
+    """Tokens and seconds of about the last ten programs, one more included, and tokens per second."""
+    recent = (0.9 * recent[0] + tokens, 0.9 * recent[1] + seconds)
+    return recent, recent[0] / recent[1]
