@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.int4_matmul import (
     PackedInt4,
+    PackedInt8,
     dequantize,
     from_codes,
     to_canonical,
@@ -16,6 +17,7 @@ from pallas_kernels.int4_matmul import (
     to_triton,
     unpack_codes,
 )
+from pallas_kernels.int4_matmul.api import REPACK
 
 BF16 = ml_dtypes.bfloat16
 
@@ -176,3 +178,21 @@ def test_refusals_say_what_was_expected() -> None:
         to_mosaic(mosaic)
     with pytest.raises(ValueError, match=r"to_triton takes a canonical weight; this one has layout 'mosaic'"):
         to_triton(mosaic)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("layout", "times"), [("mosaic", 0.1), ("triton", 1.1)])
+def test_repacking_on_a_device_takes_little_room_beside_the_result(bits: int, layout: str, times: float) -> None:
+    """A model of many GB is repacked weight by weight: what a step of it held would be part of the peak of loading."""
+
+    def array(*shape: int, dtype: type = np.uint8) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    scales = array(1024, 4, dtype=np.float32)
+    if bits == 4:
+        weight = PackedInt4(array(1024, 256), scales, None, None, (1024, 512), 128)
+    else:
+        weight = PackedInt8(array(1024, 512), scales, None, (1024, 512), 128)
+    memory = jax.jit(REPACK[type(weight), layout]).lower(weight).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < times * memory.output_size_in_bytes

@@ -1,11 +1,14 @@
 """The matrix product with packed weights of 4 or 8 bits: validates, picks a backend, says why."""
 
 import dataclasses
+import functools
 import math
-from typing import Literal, overload
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -26,6 +29,14 @@ from pallas_kernels.int4_matmul.plan import PART, Fusion, Plan
 
 Backend = Literal["mosaic", "triton", "reference"]
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+REPACK: dict[tuple[type[Packed], str], Callable[[Any], Any]] = {
+    (PackedInt4, "mosaic"): to_mosaic,
+    (PackedInt4, "triton"): to_triton,
+    (PackedInt8, "mosaic"): int8_to_mosaic,
+    (PackedInt8, "triton"): int8_to_triton,
+}
+_as_program = functools.cache(jax.jit)
+"""On a device, repacking is one program a shape: its forty steps would be compiled for every shape one by one."""
 
 
 @overload
@@ -188,9 +199,10 @@ def to_kernel_layout(weight: Packed) -> Packed:
         refusals[layout] = refusals_of(1, jnp.bfloat16, jnp.bfloat16, repacked)[layout]
     choices = dispatch.choose("int4_matmul", refusals | {"reference": None})
     chosen = next(choice.backend for choice in choices if choice.taken)
-    if isinstance(weight, PackedInt8):
-        return {"mosaic": int8_to_mosaic, "triton": int8_to_triton}.get(chosen, lambda w: w)(weight)
-    return {"mosaic": to_mosaic, "triton": to_triton}.get(chosen, lambda w: w)(weight)
+    if chosen == "reference":
+        return weight
+    repack = REPACK[type(weight), chosen]
+    return repack(weight) if isinstance(weight.codes, np.ndarray) else _as_program(repack)(weight)
 
 
 def refusals_of(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed) -> dict[str, str | None]:

@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from pallas_kernels.int4_matmul import triton_layout
 
-Layout = Literal["canonical", "mosaic", "triton"]
+Layout = Literal["canonical", "mosaic", "triton", "rows"]
 Kind = Literal["symmetric", "zero_point", "minimum", "code_book"]
 
 STRIP, COLUMNS = 16, 64
@@ -174,9 +174,9 @@ def to_mosaic(weight: PackedInt4) -> PackedInt4:
     # Axes: strip, row half, row, column tile, run, lane of four, step of the run, pair of columns, element.
     nibbles = codes.reshape(strips, 2, 8, column_tiles, 4 // run, 4, run, 2, 2).transpose(0, 3, 2, 5, 4, 6, 8, 7, 1)
     nibbles = nibbles.reshape(strips, column_tiles, 128, 8)
-    words = xp.zeros(nibbles.shape[:-1], xp.uint32)
-    for i in range(8):
-        words = words | (nibbles[..., i].astype(xp.uint32) << xp.uint32(4 * i))
+    # A sum of all eight at once: XLA makes one kernel of it, without room for anything but the result.
+    places = xp.arange(0, 32, 4, dtype=xp.uint32).reshape(1, 1, 1, 8)
+    words = (nibbles.astype(xp.uint32) << places).sum(axis=-1, dtype=xp.uint32)
     return dataclasses.replace(
         weight,
         codes=_bits(words, jnp.int32),

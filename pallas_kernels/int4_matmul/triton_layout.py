@@ -39,9 +39,8 @@ def pack(codes: Any, width: int, bits: int) -> Any:
     strips, tiles = codes.shape[0] // STRIP, codes.shape[1] // (places * width)
     # Axes: strip, row, tile, place, word.
     codes = codes.reshape(strips, STRIP, tiles, places, width).transpose(0, 2, 1, 4, 3)
-    words = xp.zeros(codes.shape[:-1], xp.uint16)
-    for q in range(places):
-        words = words | (codes[..., q].astype(xp.uint16) << xp.uint16(bits * q))
+    shifts = xp.arange(0, WORD, bits, dtype=xp.uint16).reshape(1, 1, 1, 1, places)
+    words = (codes.astype(xp.uint16) << shifts).sum(axis=-1, dtype=xp.uint16)
     return _bits(words, jnp.int16)
 
 
