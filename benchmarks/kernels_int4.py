@@ -23,7 +23,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks import kernels_triton
 from benchmarks.harness import RESULTS, Recorder, read_rate, run_each
-from pallas_kernels.int4_matmul import PackedInt4, dequantize, mosaic, tuning
+from pallas_kernels.int4_matmul import PackedInt4, dequantize, mosaic, strip, tuning
 from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.operands import Tokens
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, PLAIN, Fusion, Plan, Schedule
@@ -158,7 +158,7 @@ def inputs(
     return x, {"norm": norm, "residual": residual}, product(x, weights_of(k, n, group, kind)[0])
 
 
-def read(w: Any, plan: Plan, a: mosaic.Arguments, slice_: Any, block: Any, *, with_x: bool) -> None:
+def read(w: Any, plan: Plan, a: strip.Arguments, slice_: Any, block: Any, *, with_x: bool) -> None:
     """One warp's part of a kernel that fetches the weights as `mosaic.multiply` does, and only adds up their bits."""
     stream = (BulkStream if plan.schedule.bulk else Stream)(w, plan, a.weights, slice_, block)
     zero, total = w.integer(0), w.integer(0)

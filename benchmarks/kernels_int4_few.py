@@ -40,7 +40,7 @@ from benchmarks.kernels_int4 import (
     read,
     weights_of,
 )
-from pallas_kernels.int4_matmul import mosaic
+from pallas_kernels.int4_matmul import mosaic, strip
 from pallas_kernels.int4_matmul.plan import Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.warp import Value
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
@@ -211,7 +211,7 @@ def stamped(case: Case) -> Any:
     """The product with every weight in turn, with stamps for results."""
     schedule = case.chosen
 
-    def program(w: WideWarp, plan: Plan, a: mosaic.Arguments, slice_: Value, block: Value) -> None:
+    def program(w: WideWarp, plan: Plan, a: strip.Arguments, slice_: Value, block: Value) -> None:
         w = StampedWarp.of(w, plan, a.out, slice_ * plan.blocks_per_slice + block)
         mosaic.multiply(w, plan, a, slice_, block)
 

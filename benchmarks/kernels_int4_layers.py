@@ -1,11 +1,12 @@
 """A decoder layer's kernels one behind the other, as a decode step has them.
 
-    python -m benchmarks.kernels_int4_layers              # at 1 and at 8 rows
-    python -m benchmarks.kernels_int4_layers --kernels    # and each kernel's own time, by CUPTI
+    python -m benchmarks.kernels_int4_layers                    # an 8B model's at 1 and at 8 rows
+    python -m benchmarks.kernels_int4_layers --model 0.6b       # a small draft's at 1, 2 and 16 rows
+    python -m benchmarks.kernels_int4_layers --kernels          # and each kernel's own time, by CUPTI
 
-Eight layers of an 8B model's shapes with weights of their own (870 MB), in a loop on the device, timed by the host's
-clock: what counts is from the first kernel's start to the last one's end. A step's results must have the same bits
-every time: a kernel that read something before the one before had written it would show here.
+Layers with weights of their own (870 MB, 133 MB), in a loop on the device, timed by the host's clock: what counts is
+from the first kernel's start to the last one's end. A step's results must have the same bits every time: a kernel that
+read something before the one before had written it would show here.
 """
 
 import argparse
@@ -23,30 +24,95 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.harness import RESULTS, Recorder
 from benchmarks.kernels_int4 import BF16, DOWN, GATE_UP, NORM, NORM_GATE, OUT, QKV, Case, random_weight
-from pallas_kernels.int4_matmul import mosaic, tuning
-from pallas_kernels.int4_matmul.plan import PLAIN, Fusion, Schedule
+from pallas_kernels.int4_matmul import int4_gated_mlp, int4_matmul_fused, mosaic, tuning
+from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Schedule
 from pallas_kernels.paged_attention import decode_attention
 
-LAYERS, STEPS, CALLS = 8, 24, 6
-HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES, POSITION = 32, 8, 128, 16, 32, 256
-SHAPES: dict[str, tuple[tuple[int, int], Fusion]] = {
-    "qkv": (QKV, NORM),
-    "o": (OUT, Fusion(residual=True)),
-    "gate_up": (GATE_UP, NORM_GATE),
-    "down": (DOWN, PLAIN),
-}
+STEPS, CALLS = 24, 6
+HEAD_DIM, PAGE, PAGES, POSITION = 128, 16, 32, 256
+RESIDUAL = Fusion(residual=True)
+
+
+def one_strip_a_block(shape: tuple[int, int], fusion: Fusion, *, parts: int, early: bool, depth: int = 0) -> Schedule:
+    """Of `parts` x 128 inputs a warp; `depth`: more shared memory than is used."""
+    (inputs, outputs), unit = shape, 2 if fusion.gated else 1
+    blocks = outputs // 16 // unit
+    return Schedule(inputs // PART // parts, parts, unit, max(unit, depth), blocks, once=True, early=early)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """Products by name: (inputs, outputs) and what surrounds them."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    products: dict[str, tuple[tuple[int, int], Fusion]]
+    ways: dict[str, dict[str, Schedule]]
+    """Schedules by product; tuning's where there is none."""
+    predicted: dict[tuple[int, str], float]
+    """Microseconds a layer, by rows and way: what is measured."""
+
+
+NOW = "as tuning has it"
 DIGITS = Schedule(digits=True)
-WAYS: dict[str, dict[str, Schedule]] = {
-    "as tuning has it": {},
-    "version 7 for qkv and o": {"qkv": DIGITS, "o": DIGITS},
+LARGE = Model(
+    layers=8,
+    heads=32,
+    kv_heads=8,
+    products={"qkv": (QKV, NORM), "o": (OUT, RESIDUAL), "gate_up": (GATE_UP, NORM_GATE), "down": (DOWN, PLAIN)},
+    ways={NOW: {}, "version 7 for qkv and o": {"qkv": DIGITS, "o": DIGITS}},
+    predicted={(1, NOW): 48.5, (1, "version 7 for qkv and o"): 50.1, (8, NOW): 58.9},
+)
+DRAFT = {
+    "qkv": ((1024, 4096), NORM),
+    "o": ((2048, 1024), RESIDUAL),
+    "gate_up": ((1024, 6144), NORM_GATE),
+    "down": ((3072, 1024), RESIDUAL),
 }
-PREDICTED = {(1, "as tuning has it"): 48.5, (1, "version 7 for qkv and o"): 50.1, (8, "as tuning has it"): 58.9}
+WIDER = {"o", "down"}
+"""Products with 256 inputs a warp, so that the sum over warps is short."""
 
 
-def random_layer(seed: jax.Array) -> dict[str, Any]:
+def small(*, narrow: int = 1, **options: Any) -> dict[str, Schedule]:
+    return {
+        name: one_strip_a_block(*product, parts=2 if name in WIDER else narrow, **options)
+        for name, product in DRAFT.items()
+    }
+
+
+SMALL = Model(
+    layers=16,
+    heads=16,
+    kv_heads=8,
+    products=DRAFT,
+    ways={
+        NOW: {},
+        "a strip a block": small(early=False),
+        "same, early": small(early=True),
+        "same, early, 256 inputs a warp": small(early=True, narrow=2),
+        "same, early, more shared memory": small(early=True, depth=6),
+    },
+    predicted={
+        (1, NOW): 18.4,
+        (1, "a strip a block"): 16.0,
+        (1, "same, early"): 13.0,
+        (1, "same, early, 256 inputs a warp"): 13.3,
+        (1, "same, early, more shared memory"): 13.0,
+        (2, NOW): 19.8,
+        (2, "same, early"): 13.5,
+        (16, NOW): 31.0,
+        (16, "a strip a block"): 21.0,
+        (16, "same, early"): 18.5,
+    },
+)
+MODELS = {"8b": LARGE, "0.6b": SMALL}
+
+
+def random_layer(seed: jax.Array, model: Model) -> dict[str, Any]:
     """Scales are so small that gates are in the range where they do something."""
     layer: dict[str, Any] = {}
-    for i, (name, (shape, fusion)) in enumerate(SHAPES.items()):
+    for i, (name, (shape, fusion)) in enumerate(model.products.items()):
         key = jax.random.fold_in(jax.random.key(seed), i)
         weight = random_weight(key, Case(1, shape[0], shape[1], 0))
         layer[name] = dataclasses.replace(weight, scales=weight.scales * jnp.asarray(0.003, weight.scales.dtype))
@@ -55,13 +121,24 @@ def random_layer(seed: jax.Array) -> dict[str, Any]:
     return layer
 
 
-def program(schedules: dict[str, Schedule], rows: int) -> Any:
+def program(model: Model, schedules: dict[str, Schedule], rows: int) -> Any:
     """jit of (x [rows, hidden], pools, layers) -> x behind the last layer, of every step."""
 
-    def product(name: str, x: jax.Array, layer: dict[str, Any], **given: jax.Array) -> jax.Array:
-        fusion = SHAPES[name][1]
-        schedule = schedules.get(name) or tuning.plan_for(rows, layer[name], fusion=fusion).schedule
-        return mosaic.int4_matmul(x, layer[name], **given, schedule=schedule, out_dtype=BF16, fusion=fusion)
+    def product(name: str, x: jax.Array, layer: dict[str, Any], residual: jax.Array) -> jax.Array:
+        fusion, weight = model.products[name][1], layer[name]
+        given = {} if fusion.norm_eps is None else {"norm": layer[f"{name} norm"]}
+        if fusion.residual:
+            given["residual"] = residual
+        if name not in schedules and rows > tuning.FUSED_MAX_ROWS:
+            return int4_matmul_fused(x, weight, **given, gated=fusion.gated)
+        schedule = schedules.get(name) or tuning.plan_for(rows, weight, fusion=fusion).schedule
+        out = mosaic.int4_matmul(x, weight, **given, schedule=schedule, out_dtype=BF16, fusion=fusion)
+        return out if name in ("qkv", "gate_up") or fusion.residual else residual + out
+
+    def block(x: jax.Array, layer: dict[str, Any]) -> jax.Array:
+        if not schedules and rows > tuning.FUSED_MAX_ROWS:
+            return x + int4_gated_mlp(x, layer["gate_up"], layer["down"], norm=layer["gate_up norm"])
+        return product("down", product("gate_up", x, layer, x), layer, x)
 
     def step(carry: Any, layers: list[dict[str, Any]]) -> tuple[Any, jax.Array]:
         x, pools = carry
@@ -71,12 +148,11 @@ def program(schedules: dict[str, Schedule], rows: int) -> Any:
         angles = jnp.zeros((rows, 1, HEAD_DIM // 2), jnp.float32)
         rope = (jnp.cos(angles), jnp.sin(angles))
         for layer, (keys, values) in zip(layers, pools, strict=True):
-            qkv = product("qkv", x, layer, norm=layer["qkv norm"])
-            options = {"num_q_heads": HEADS, "scale": HEAD_DIM**-0.5}
+            qkv = product("qkv", x, layer, x)
+            options = {"num_q_heads": model.heads, "scale": HEAD_DIM**-0.5}
             heads, *pool = decode_attention(qkv[:, None], keys, values, table, positions, *rope, **options)
             after.append(tuple(pool))
-            x = product("o", heads[:, 0], layer, residual=x)
-            x = x + product("down", product("gate_up", x, layer, norm=layer["gate_up norm"]), layer)
+            x = block(product("o", heads[:, 0], layer, x), layer)
         # Every step begins with the same x, and waits for the one before.
         return (jnp.where(jnp.isnan(x), x, start), after), x
 
@@ -86,55 +162,65 @@ def program(schedules: dict[str, Schedule], rows: int) -> Any:
     return jax.jit(loop)
 
 
-def inputs(rows: int) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
+def inputs(model: Model, rows: int) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
     """x, and each layer's keys and values."""
-    keys = jax.random.split(jax.random.key(5), 2 * LAYERS + 1)
-    shape = (rows * PAGES, KV_HEADS, PAGE, HEAD_DIM)
-    pools = [tuple(jax.random.normal(key, shape, BF16) for key in keys[2 * i : 2 * i + 2]) for i in range(LAYERS)]
-    return jax.random.normal(keys[-1], (rows, QKV[0]), BF16), pools
+    keys = jax.random.split(jax.random.key(5), 2 * model.layers + 1)
+    shape = (rows * PAGES, model.kv_heads, PAGE, HEAD_DIM)
+    pools = [tuple(jax.random.normal(key, shape, BF16) for key in keys[2 * i : 2 * i + 2]) for i in range(model.layers)]
+    return jax.random.normal(keys[-1], (rows, model.products["qkv"][0][0]), BF16), pools
 
 
-def measure(recorder: Recorder, way: str, rows: int, function: Any, layers: Any) -> None:
-    x, pools = inputs(rows)
+def measure(recorder: Recorder, model: Model, way: str, rows: int, function: Any, layers: Any) -> jax.Array:
+    x, pools = inputs(model, rows)
     outs, times = jax.block_until_ready(function(x, pools, layers)), []
     same = bool((outs == outs[:1]).all())  # false where something is not a number, too
     for _ in range(CALLS):
         started = time.perf_counter()
         jax.block_until_ready(function(x, pools, layers))
-        times.append((time.perf_counter() - started) / STEPS / LAYERS * 1e6)
-    predicted = PREDICTED.get((rows, way), "nothing")
+        times.append((time.perf_counter() - started) / STEPS / model.layers * 1e6)
+    predicted = model.predicted.get((rows, way), "nothing")
     print(f"predicted {predicted} us, best {min(times):.2f}, {'same bits' if same else 'OTHER BITS'}")
-    case: dict[str, object] = {"op": "int4 layer", "m": rows, "way": way}
+    case: dict[str, object] = {"op": "int4 layer", "m": rows, "way": way, "hidden": x.shape[1]}
     recorder.record(case, {"us_per_layer": (statistics.median(times), "us")})
+    return outs[0]
 
 
-def show_kernels(rows: int, function: Any, layers: Any) -> None:
+def show_kernels(model: Model, rows: int, function: Any, layers: Any) -> None:
     """Prints each kernel's own time by CUPTI, in order, the median of all layers."""
-    _, timings = profiler.measure(function, aggregate=False)(*inputs(rows), layers)
+    _, timings = profiler.measure(function, aggregate=False)(*inputs(model, rows), layers)
     if not timings:
         raise RuntimeError("CUPTI saw no kernel")
     anchors = [i for i, (name, _) in enumerate(timings) if "attention" in name][1:-1]
-    for offset in range(-1, 5):
+    shown = []
+    for offset in range(-1, anchors[1] - anchors[0] - 1):
         times = [timings[i + offset][1] * 1e3 for i in anchors]
-        print(f"  {timings[anchors[0] + offset][0][:30]} {statistics.median(times):.2f} us")
+        shown.append(f"{timings[anchors[0] + offset][0][:30]} {statistics.median(times):.2f}")
+    print("  us:", ", ".join(shown))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--model", choices=MODELS, default="8b")
+    parser.add_argument("--rows", type=int, nargs="*", help="by default those with a prediction")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
     arguments = parser.parse_args()
-    recorder, make = Recorder("kernels", arguments.results), jax.jit(random_layer)
-    layers = [make(seed) for seed in range(LAYERS)]
-    jobs = [(way, rows) for rows in arguments.rows for way in WAYS]
+    recorder, model = Recorder("kernels", arguments.results), MODELS[arguments.model]
+    make = jax.jit(random_layer, static_argnames="model")
+    layers = [make(seed, model) for seed in range(model.layers)]
+    jobs = list(model.predicted)
+    if arguments.rows is not None:
+        jobs = [(rows, way) for rows in arguments.rows for way in model.ways]
     with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
-        lowered = [program(WAYS[way], rows).lower(*inputs(rows), layers) for way, rows in jobs]
+        lowered = [program(model, model.ways[way], rows).lower(*inputs(model, rows), layers) for rows, way in jobs]
         compiled = list(pool.map(lambda one: one.compile(), lowered))
-    for (way, rows), function in zip(jobs, compiled, strict=True):
-        measure(recorder, way, rows, function, layers)
+    first: dict[int, jax.Array] = {}
+    for (rows, way), function in zip(jobs, compiled, strict=True):
+        out = measure(recorder, model, way, rows, function, layers).astype(jnp.float32)
+        expected = first.setdefault(rows, out)
+        print(f"  from the first way {float(jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected)):.1e}")
         if arguments.kernels:
-            show_kernels(rows, function, layers)
+            show_kernels(model, rows, function, layers)
 
 
 if __name__ == "__main__":

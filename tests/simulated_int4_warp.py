@@ -1,5 +1,6 @@
 """The NumPy twin of `pallas_kernels.int4_matmul.warp.Int4Warp`, and the whole kernel run on it."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 from simulated_code_words import SimulatedCodeWords
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
-from pallas_kernels.int4_matmul import mosaic
+from pallas_kernels.int4_matmul import mosaic, once, strip
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Weights
@@ -228,7 +229,7 @@ def simulate(
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, results]."""
     plan = Plan.of(x.shape[0], weight, schedule, fusion)
     out = np.full(plan.slices * plan.rows * plan.results, np.nan, DTYPES[out_dtype])
-    arguments = mosaic.arguments_of(
+    arguments = strip.arguments_of(
         weight,
         weights=flat_weights(weight),
         x=np.ascontiguousarray(x).reshape(-1).view(np.uint8),
@@ -255,7 +256,11 @@ def _run_block(plan: Plan, arguments: Any, slice_: int, block: int) -> None:
 
     def program(warp: SimulatedWarp, _: int) -> None:
         w = SimulatedWideWarp(warp, barriers)
-        mosaic.multiply(w, plan, arguments, w.integer(slice_), w.integer(block))
+        if plan.schedule.early:  # the kernel before may not have written these yet
+            without = dataclasses.replace(arguments, x=None, residual=None)
+            once.fetch(w, plan, without, w.integer(slice_), w.integer(block))
+        program = once.multiply if plan.schedule.once else mosaic.multiply
+        program(w, plan, arguments, w.integer(slice_), w.integer(block))
 
     run_cluster(1, plan.schedule.warps, plan.shared_bytes, program)
 

@@ -15,7 +15,7 @@ import numpy as np
 from simulated_int4_warp import DTYPES, SimulatedInt4Warp, flat_weights
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
-from pallas_kernels.int4_matmul import mosaic, wide, wide_arrange, wide_dequantize, wide_norm
+from pallas_kernels.int4_matmul import strip, wide, wide_arrange, wide_dequantize, wide_norm
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.wide_plan import TokenOrder, WidePlan, WideSchedule
 
@@ -353,8 +353,8 @@ def _image(x: np.ndarray, plan: WidePlan, blocks: int, warps: int, program: Call
     return out.view(np.int32).reshape(wide_arrange.shape_of(plan))
 
 
-def _arguments(weight: Packed, x: Any, out: np.ndarray, out_dtype: str) -> mosaic.Arguments:
-    return mosaic.arguments_of(weight, weights=flat_weights(weight), x=x, out=out, out_dtype=out_dtype)
+def _arguments(weight: Packed, x: Any, out: np.ndarray, out_dtype: str) -> strip.Arguments:
+    return strip.arguments_of(weight, weights=flat_weights(weight), x=x, out=out, out_dtype=out_dtype)
 
 
 def _run(plan: WidePlan, weight: Packed, image: np.ndarray, out: np.ndarray, out_dtype: str) -> None:

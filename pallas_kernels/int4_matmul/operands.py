@@ -12,6 +12,7 @@ Values of x are rounded to 2^-22 of the largest (of those that the warp holds fo
 to 2^-14 of it are exact.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class Halves:
         self._book: Book | None = None
         self._tokens = tokens
         self._segments = segments_of(plan)
+        # Where little is to be done, what counts is how long the last of it takes: short chains of products.
+        self._chain = 2 if plan.schedule.once else len(self._segments[0])
 
     def prepare(self, book: Book | None = None) -> None:
         """Sums of x: `of_tokens[segment][token block]` are those of this lane's two tokens."""
@@ -59,6 +62,10 @@ class Halves:
         return (self.w.codes if self._book is None else self._book.numbers)(words[step])
 
     def _multiplied(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
+        chains = [self._chained(steps[i : i + self._chain], operand) for i in range(0, len(steps), self._chain)]
+        return functools.reduce(_added, chains)
+
+    def _chained(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
         totals = [[self.w.number(0.0)] * 4 for _ in range(self.plan.token_blocks)]
         for t, s in steps:
             codes = operand(t, s)
@@ -69,6 +76,10 @@ class Halves:
         if self._book is None:
             return totals
         return [[total * self._book.unit for total in block] for block in totals]
+
+
+def _added(a: Sums, b: Sums) -> Sums:
+    return [[x + y for x, y in zip(*blocks, strict=True)] for blocks in zip(a, b, strict=True)]
 
 
 class Digits:
@@ -180,7 +191,7 @@ class Tokens:
     """
 
     def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any):
-        """`norm`: float32 [in_features], or None."""
+        """`norm`: float32 [in_features], or None; unused where the kernel has its weights in shared memory."""
         self.w, self.plan = w, plan
         self._group, self._quad = w.lane // 4, w.lane % 4
         self._run = steps_per_run(plan.group_size)
@@ -197,11 +208,19 @@ class Tokens:
             for first in self._first_columns()
         ]
         self._norm = None
-        if norm is not None:
+        if norm is not None and not plan.norm_bytes:
             self._norm = [
                 [w.load_four(norm, self._column, self._inside(first), first + 4 * i) for i in range(self._run)]
                 for first in self._first_columns()
             ]
+
+    def read_norm(self, start: Any) -> None:
+        """Reads the norm's weights of the warp's inputs from shared memory, `start` on."""
+        w, start = self.w, start + self._quad * (16 * self._run)
+        self._norm = [
+            [tuple(map(w.as_number, w.shared_words(start, 4 * first + 16 * i))) for i in range(self._run)]
+            for first in self._first_columns()
+        ]
 
     def words(self) -> list[list[list[Any]]]:
         """[tile][step][token block], two words a lane in the order of an mma's small operand."""

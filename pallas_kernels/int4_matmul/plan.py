@@ -22,6 +22,9 @@ class Schedule:
     `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
     and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py.
+
+    `once`: a block for every strip of results, all of it fetched at once, see once.py; `depth` and `strips` are the
+    strips that make one of results. `early`: weights are asked for before the kernel before this one has ended.
     """
 
     warps: int = 16
@@ -32,6 +35,8 @@ class Schedule:
     digits: bool = False
     scaled: bool = False
     bulk: bool = False
+    once: bool = False
+    early: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +156,11 @@ class Plan:
         """Whether every group of four warps has as many whole groups of inputs: what bulk copies need."""
         return not self.ragged and self.group_size == self.segment
 
+    @property
+    def whole(self) -> bool:
+        """Whether there is a block with all inputs for each strip of results: what once.py needs."""
+        return not self.ragged and self.slices == 1 and self.blocks_per_slice == self.result_strips
+
     # Shared memory, in bytes: a ring of strips for each warp, then two buffers of every warp's sums.
     @property
     def tile_bytes(self) -> int:
@@ -177,7 +187,7 @@ class Plan:
     @property
     def ring_bytes(self) -> int:
         """One slot more than are in flight, so that a copy never overwrites words that are still being read."""
-        return (self.schedule.depth + 1) * self.slot_bytes
+        return (self.schedule.depth + (0 if self.schedule.once else 1)) * self.slot_bytes
 
     @property
     def token_bytes(self) -> int:
@@ -204,7 +214,7 @@ class Plan:
 
     @property
     def squares_start(self) -> int:
-        return self.sums_start + 2 * self.buffer_bytes
+        return self.sums_start + (1 if self.schedule.once else 2) * self.buffer_bytes
 
     @property
     def squares_bytes(self) -> int:
@@ -212,9 +222,18 @@ class Plan:
         return 0 if self.fusion.norm_eps is None else 32 * self.token_blocks
 
     @property
+    def norm_start(self) -> int:
+        return self.squares_start + self.schedule.warps * self.squares_bytes
+
+    @property
+    def norm_bytes(self) -> int:
+        """One warp's weights of the norm, see once.py."""
+        return 4 * self.warp_columns if self.schedule.once and self.fusion.norm_eps is not None else 0
+
+    @property
     def barriers_start(self) -> int:
         """Two for each slot of the rings, see bulk_stream.py."""
-        return self.squares_start + self.schedule.warps * self.squares_bytes
+        return self.norm_start + self.schedule.warps * self.norm_bytes
 
     @property
     def shared_bytes(self) -> int:

@@ -131,6 +131,10 @@ class Stream:
         for d in range(self.plan.schedule.depth):
             self._start(self.w.integer(d), self.w.integer(d * self.plan.slot_bytes))
 
+    def places(self) -> list[Places]:
+        """Where the strips of a block that has one of results lie."""
+        return [self._places(self.w.integer(part * self.plan.slot_bytes)) for part in range(self.plan.strip_parts)]
+
     def spare_is_free(self) -> None:
         """This warp has read what it wrote into the spare slot."""
         self.w.warp_barrier()
@@ -145,6 +149,9 @@ class Stream:
         self._start(index + self.plan.schedule.depth, next_slot)
         self.w.copy_wait(self.plan.schedule.depth)
         self.w.warp_barrier()
+        return self._places(slot)
+
+    def _places(self, slot: Any) -> Places:
         base = self._ring + slot
         return Places(base, base + self.plan.words_bytes, base + self.plan.offsets_start)
 

@@ -1,0 +1,71 @@
+"""The INT4 product of a small matrix: each block computes one strip of results, and fetches its weights all at once.
+
+What such a kernel takes is latency: of a launch, of the first words, of x, of the sum over its warps. A block is small
+enough here for those of two kernels to be on a multiprocessor together. So a kernel that may ask for its weights before
+its turn (`early`) has them in shared memory when the kernel before it ends, and behind that come only x from L2, a few
+products and one sum.
+
+`fetch` may run before the kernel before this one has ended: it touches nothing but the weight and the norm's weights,
+which that kernel must not write. Copies go through L2, past L1.
+"""
+
+from typing import Any
+
+from pallas_kernels.int4_matmul.book import Book
+from pallas_kernels.int4_matmul.operands import Halves, Tokens
+from pallas_kernels.int4_matmul.packing import COLUMNS
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
+from pallas_kernels.int4_matmul.stream import Stream
+from pallas_kernels.int4_matmul.strip import (
+    Arguments,
+    factors_of,
+    pieces_of,
+    put,
+    residual_of,
+    results_of,
+    totals_of,
+    write,
+)
+
+
+def fetch(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
+    """Asks for the block's weights, and for the norm's."""
+    stream = Stream(w, plan, a.weights, slice_, block)
+    stream.fill()
+    if plan.norm_bytes:
+        first, place = stream.first_tile * (4 * COLUMNS) + w.lane * 16, _norm_of_warp(w, plan) + w.lane * 16
+        for start in range(0, plan.norm_bytes, PIECE_BYTES):
+            w.copy_async(place, a.norm, first, w.lane < 32, to=start, source=start)
+        w.copy_commit()
+
+
+def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
+    """One warp's work behind the kernel before this one; everything that does not need x is done while x comes."""
+    stream = Stream(w, plan, a.weights, slice_, block)
+    tokens = Tokens(w, plan, a.x, a.norm, stream.first_tile)
+    zero = w.integer(0)
+    results = results_of(w, plan, slice_, block, w.integer(plan.strip_parts), zero, plan.strip_parts)
+    residuals = [residual_of(w, plan, a, result) for result in results]
+    w.warp_barrier()  # without it, ptxas would move the loads of x and of the residual behind the wait for the weights
+    if not plan.schedule.early:
+        fetch(w, plan, a, slice_, block)
+    w.copy_wait(0)
+    w.warp_barrier()
+    x = Halves(w, plan, tokens)
+    if plan.norm_bytes:
+        tokens.read_norm(_norm_of_warp(w, plan))
+    strips = []
+    for places in stream.places():
+        factors = [factors_of(w, plan, a, x.code_bias, places, segment) for segment in range(plan.segments)]
+        strips.append((pieces_of(w, plan, places), factors))
+    w.warp_barrier()  # nor shall it read them behind what waits for x
+    x.prepare(None if a.weights.book is None else Book(w, a.weights.book, as_bytes=False))
+    for part, (pieces, factors) in enumerate(strips):
+        put(w, plan, x, totals_of(w, plan, x, pieces, factors.__getitem__), w.integer(part * plan.strip_bytes))
+    w.block_barrier()
+    for result, residual in zip(results, residuals, strict=True):
+        write(w, plan, a, result, lambda residual=residual: residual)
+
+
+def _norm_of_warp(w: Any, plan: Plan) -> Any:
+    return w.warp * plan.norm_bytes + plan.norm_start
