@@ -1,11 +1,13 @@
-"""Checks and times the gated block of an 8B model with INT4 weights for many rows, all its kernels by CUPTI.
+"""Checks and times parts of an 8B model's layer with INT4 weights for many rows, all their kernels by CUPTI.
 
-    python -m benchmarks.kernels_int4_mlp                # 16 to 4096 rows, about 30 s
+    python -m benchmarks.kernels_int4_mlp                # the gated block, 16 to 4096 rows, about 30 s
+    python -m benchmarks.kernels_int4_mlp --layer        # a layer's products, 80 to 512 rows, about 25 s
 
-Three ways, each with its norm and the residual: kernels for the norm, for the first product with silu and
-multiplication, and for the second one ("gated"), the two products with XLA's kernels around them ("apart"), and cuBLAS
-with bfloat16 weights. Weights are rotated past the L2 cache. Every way prints its error against cuBLAS, and whether its
-bits repeat.
+The gated block, with its norm and the residual, in three ways: kernels for the norm, for the first product with silu
+and multiplication, and for the second one ("gated"), the two products with XLA's kernels around them ("apart"), and
+cuBLAS with bfloat16 weights. All products of a layer, from the output projection to the next layer's qkv: slices and
+residuals added by the norms' kernels ("pending"), by XLA's ("added"), and cuBLAS. Weights are rotated past the L2
+cache. Every way prints its error against cuBLAS, and whether its bits repeat.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import concurrent.futures
 import functools
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,13 +25,23 @@ from benchmarks.harness import RESULTS, Recorder
 from benchmarks.kernels_int4 import BF16
 from benchmarks.kernels_int4_wide import BLAS_ONLY, RUNS, described, times
 from jaxinfer.layers.norm import rms_norm
-from pallas_kernels.int4_matmul import Packed, dequantize, int4_gated_mlp, int4_matmul
+from pallas_kernels.int4_matmul import (
+    Packed,
+    dequantize,
+    int4_gated_mlp,
+    int4_gated_mlp_of_sum,
+    int4_matmul,
+    int4_matmul_fused,
+    int4_matmul_of_sum,
+    int4_slices,
+)
 
-ROWS = (16, 256, 64, 4096)
+ROWS, LAYER_ROWS = (16, 256, 64, 4096), (80, 128, 256, 512)
 BLOCKS = 4
 """With weights of their own: 350 MB."""
 PREDICTED = {16: 46.0, 64: 54.5, 128: 73.0, 256: 133.0, 512: 252.0, 1024: 449.0, 4096: 1780.0}
-"""Microseconds of "gated" on an H200, before its first run."""
+LAYER_PREDICTED = {80: 83.5, 128: 113.0, 256: 196.0, 512: 342.0}
+"""Microseconds of "gated", and of "pending", on an H200, before their first runs."""
 EPS = 1e-5
 
 
@@ -43,9 +55,31 @@ def apart(x: jax.Array, norm: jax.Array, gate_up: Packed, down: Packed) -> jax.A
 
 
 def cublas(x: jax.Array, norm: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    contract = (((1,), (1,)), ((), ()))
-    both = jax.lax.dot_general(rms_norm(x, norm, EPS), gate_up, contract)
-    return x + jax.lax.dot_general(hidden(both), down, contract)
+    both = by_cublas(rms_norm(x, norm, EPS), gate_up)
+    return x + by_cublas(hidden(both), down)
+
+
+def pending(x: jax.Array, norm: jax.Array, gate_up: Packed, down: Packed, o: Packed, qkv: Packed) -> jax.Array:
+    """x is what attention made of the layer's input, too."""
+    options = {"norm": norm, "norm_eps": EPS, "backend": "mosaic"}
+    slices, x = int4_gated_mlp_of_sum(x, int4_slices(x, o, backend="mosaic"), gate_up, down, **options)
+    return int4_matmul_of_sum(x, slices, qkv, **options)[0]
+
+
+def added(x: jax.Array, norm: jax.Array, gate_up: Packed, down: Packed, o: Packed, qkv: Packed) -> jax.Array:
+    x = gated(x + int4_matmul(x, o, backend="mosaic"), norm, gate_up, down)
+    return int4_matmul_fused(x, qkv, norm=norm, norm_eps=EPS, backend="mosaic")
+
+
+def cublas_layer(
+    x: jax.Array, norm: jax.Array, gate_up: jax.Array, down: jax.Array, o: jax.Array, qkv: jax.Array
+) -> jax.Array:
+    x = cublas(x + by_cublas(x, o), norm, gate_up, down)
+    return by_cublas(rms_norm(x, norm, EPS), qkv)
+
+
+def by_cublas(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
 
 
 def hidden(both: jax.Array) -> jax.Array:
@@ -54,14 +88,14 @@ def hidden(both: jax.Array) -> jax.Array:
 
 
 def blocks(block: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:
-    """A block for every row of tokens and pair of weights."""
-    return lambda xs, norm, weights: [block(x, norm, *pair) for x, pair in zip(xs, weights, strict=True)]
+    """A block for every row of tokens and its weights."""
+    return lambda xs, norm, weights: [block(x, norm, *some) for x, some in zip(xs, weights, strict=True)]
 
 
-def random_pair(seed: jax.Array) -> tuple[Packed, Packed]:
+def random_weights(seed: jax.Array, shapes: Sequence[str]) -> list[Packed]:
     """Of standard deviation 0.02, as an untrained model's."""
-    pair = []
-    for shape, key in zip(("gate_up", "down"), jax.random.split(jax.random.key(seed)), strict=True):
+    weights: list[Packed] = []
+    for shape, key in zip(shapes, jax.random.split(jax.random.key(seed), len(shapes)), strict=True):
         weight = jax.tree.map(lambda a: a, described(shape))
         keys = jax.random.split(key, 3)
         words = jax.random.bits(keys[0], weight.codes.shape, jnp.uint32)
@@ -69,13 +103,13 @@ def random_pair(seed: jax.Array) -> tuple[Packed, Packed]:
         offsets = jax.random.randint(keys[2], weight.offsets.shape, 6, 10, jnp.int32).astype(jnp.uint8)
         codes = jax.lax.bitcast_convert_type(words, jnp.int32)
         arrays = {"codes": codes, "scales": scales.astype(BF16), "offsets": offsets}
-        pair.append(weight.__class__(**(vars(weight) | arrays)))
-    return pair[0], pair[1]
+        weights.append(weight.__class__(**(vars(weight) | arrays)))
+    return weights
 
 
 def compiled(way: Callable[..., jax.Array], rows: int, weights: Any) -> jax.stages.Compiled:
     x, norm = jax.ShapeDtypeStruct((rows, 4096), BF16), jax.ShapeDtypeStruct((4096,), jnp.float32)
-    options = BLAS_ONLY if way is cublas else None
+    options = BLAS_ONLY if way in (cublas, cublas_layer) else None
     return jax.jit(blocks(way)).lower([x] * BLOCKS, norm, weights).compile(compiler_options=options)
 
 
@@ -89,22 +123,30 @@ def microseconds(program: jax.stages.Compiled, *arrays: Any) -> dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument("--layer", action="store_true", help="all products of a layer instead of the gated block's")
+    parser.add_argument("--rows", type=int, nargs="*")
     parser.add_argument("--seconds", type=float, default=45.0, help="start no case after this time")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
     arguments = parser.parse_args()
     started, recorder = time.perf_counter(), Recorder("kernels", arguments.results)
-    packed = [jax.jit(random_pair)(seed) for seed in range(BLOCKS)]
+    op, shapes, predicted = "gated_mlp", ("gate_up", "down"), PREDICTED
+    if arguments.layer:
+        op, shapes, predicted = "layer_products", (*shapes, "o", "qkv"), LAYER_PREDICTED
+    every = arguments.rows or (LAYER_ROWS if arguments.layer else ROWS)
+    packed = [jax.jit(functools.partial(random_weights, shapes=shapes))(seed) for seed in range(BLOCKS)]
     dense = jax.jit(functools.partial(jax.tree.map, dequantized, is_leaf=is_packed))(packed)
+    ways: dict[str, tuple[Callable[..., jax.Array], Any]]
     ways = {"gated": (gated, packed), "apart": (apart, packed), "cublas": (cublas, dense)}
+    if arguments.layer:
+        ways = {"pending": (pending, packed), "added": (added, packed), "cublas": (cublas_layer, dense)}
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         programs = {
             (rows, name): pool.submit(compiled, way, rows, weights)
-            for rows in arguments.rows
+            for rows in every
             for name, (way, weights) in ways.items()
         }
     print(f"{len(programs)} programs compiled in {time.perf_counter() - started:.0f} s", flush=True)
-    for rows in arguments.rows:
+    for rows in every:
         if time.perf_counter() - started > arguments.seconds:
             print(f"{rows} rows: left out, the time is up", flush=True)
             continue
@@ -120,12 +162,11 @@ def main() -> None:
             total = sum(kernels.values())
             parts = ", ".join(f"{kernel} {us:.1f}" for kernel, us in sorted(kernels.items(), key=lambda item: -item[1]))
             print(f"{rows} {name}: {total:.1f} us ({parts}) {'repeatable' if same else 'NOT REPEATABLE'}", flush=True)
-            case: dict[str, object] = {"op": "gated_mlp", "m": rows, "way": name}
+            case: dict[str, object] = {"op": op, "m": rows, "way": name}
             recorder.record(case, {"us": (total, "us")})
+        errors = [f"{name} {error(out, outs['cublas']):.1e}" for name, out in outs.items()]
         print(
-            f"{rows} rows: predicted {PREDICTED.get(rows)} us, errors against cuBLAS: gated "
-            f"{error(outs['gated'], outs['cublas']):.1e}, apart {error(outs['apart'], outs['cublas']):.1e}",
-            flush=True,
+            f"{rows} rows: predicted {predicted.get(rows)} us, errors against cuBLAS: {', '.join(errors)}", flush=True
         )
     print(f"total {time.perf_counter() - started:.0f} s", flush=True)
 

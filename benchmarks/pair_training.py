@@ -21,6 +21,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.layers.embedding import embed
 from jaxinfer.layers.norm import rms_norm
+from jaxinfer.layers.residual import settled
 from jaxinfer.layers.rope import rope_tables
 from jaxinfer.params import random_params
 
@@ -71,7 +72,7 @@ def next_logits(
         weights, own_key = scanned
         out, _ = decoder.decoder_layer(weights, x, None, 0, place, config)
         keep = jax.random.bernoulli(jax.random.wrap_key_data(own_key), 1.0 - dropout, x.shape)
-        return x + jnp.where(keep, (out - x) / (1.0 - dropout), 0.0), None
+        return x + jnp.where(keep, (settled(out) - x) / (1.0 - dropout), 0.0), None
 
     keys = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(key), config.num_layers))
     x, _ = jax.lax.scan(layer, embed(tokens, params.embed_tokens, config), (params.layers[0], keys))

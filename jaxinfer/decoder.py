@@ -15,13 +15,15 @@ from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.layers.attention import cudnn_refusal, prefill_attention, self_attention
 from jaxinfer.layers.chunk_attention import WIDEST_WINDOW, chunk_attention, windowed_chunk_attention
 from jaxinfer.layers.embedding import embed, head
-from jaxinfer.layers.linear import Weight, add_linear, linear, norm_linear
+from jaxinfer.layers.linear import Weight, add_linear, linear, norm_linear_of
 from jaxinfer.layers.mlp import gated_hidden, packed_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.paged_chunk import kernel_refusal, paged_chunk_attention
+from jaxinfer.layers.residual import Pending, Residual, settled
 from jaxinfer.layers.rope import apply_rope, rope_tables
 from jaxinfer.layers.tiered_attention import decode_older, merged, prefill_older
 from jaxinfer.tiers import KVCache, LayerPages, PageTable, layer_pages, with_store
+from pallas_kernels.int4_matmul import sum_slices
 from pallas_kernels.paged_attention import MAX_TOKENS, decode_attention, paged_attention
 
 # The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
@@ -90,17 +92,16 @@ class Tokens:
 
 def attention_block[Cache: KVCache](
     params: LayerParams,
-    x: Float[Array, "batch tokens hidden"],
+    qkv: Float[Array, "batch tokens qkv"],
     cache: Cache | None,
     layer: int,
     tokens: Tokens,
     config: ModelConfig,
 ) -> tuple[Float[Array, "batch tokens q_size"], Cache | None]:
-    """Normalises, projects, rotates, appends to the cache, attends: the heads' results, side by side."""
-    batch, length, _ = x.shape
+    """Rotates, appends to the cache, attends: the heads' results, side by side."""
+    batch, length, _ = qkv.shape
     layer_config = config.layers[layer]
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = norm_linear(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
     pages = None
     if cache is not None:
         assert tokens.page_table is not None
@@ -256,7 +257,7 @@ def add_branch(
     bias: Float[Array, " hidden"] | None,
     post_norm: Float[Array, " hidden"] | None,
     config: ModelConfig,
-) -> Float[Array, "batch tokens hidden"]:
+) -> Residual:
     """x + multiplier * norm(linear(out)); norm and multiplier only where the family has them."""
     if bias is None and post_norm is None and config.residual_multiplier == 1.0:
         return add_linear(x, out, weight)
@@ -279,22 +280,27 @@ def joined(
 
 def decoder_layer[Cache: KVCache](
     params: LayerParams,
-    x: Float[Array, "batch tokens hidden"],
+    x: Residual,
     cache: Cache | None,
     layer: int,
     tokens: Tokens,
     config: ModelConfig,
-) -> tuple[Float[Array, "batch tokens hidden"], Cache | None]:
+) -> tuple[Residual, Cache | None]:
     """One layer: attention and MLP, each with the norms its family has before and after."""
     with jax.named_scope("attention"):
-        heads, cache = attention_block(params, x, cache, layer, tokens, config)
+        qkv, x = norm_linear_of(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
+        heads, cache = attention_block(params, qkv, cache, layer, tokens, config)
         x = add_branch(x, heads, params.o, params.o_bias, params.attn_post_norm, config)
     with jax.named_scope("mlp"):
-        hidden_of = (x, params.mlp_norm, config.norm_eps, params.gate_up, params.gate_up_bias)
-        branch = packed_mlp(*hidden_of, params.down, params.down_bias, config.activation)
-        if branch is not None:
-            return joined(x, branch, params.mlp_post_norm, config), cache
-        hidden = gated_hidden(*hidden_of, config.activation)
+        block = (params.mlp_norm, config.norm_eps, params.gate_up, params.gate_up_bias)
+        kernels = packed_mlp(x, *block, params.down, params.down_bias, config.activation)
+        if kernels is not None:
+            partial, x = kernels
+            if params.mlp_post_norm is None and config.residual_multiplier == 1.0:
+                return Pending(x, partial), cache
+            return joined(x, sum_slices(partial, x.dtype), params.mlp_post_norm, config), cache
+        x = settled(x)
+        hidden = gated_hidden(x, *block, config.activation)
         return add_branch(x, hidden, params.down, params.down_bias, params.mlp_post_norm, config), cache
 
 
@@ -334,7 +340,7 @@ def forward[Cache: KVCache](
             x, layer, cache = jax.lax.optimization_barrier((x, layer, cache))
         with jax.named_scope(f"layer_{index}"):
             x, cache = decoder_layer(layer, x, cache, index, tokens, config)
-    return rms_norm(x, params.norm, config.norm_eps), cache
+    return rms_norm(settled(x), params.norm, config.norm_eps), cache
 
 
 def logits(params: Params, hidden: Float[Array, "*batch hidden"], config: ModelConfig) -> Float[Array, "*batch vocab"]:

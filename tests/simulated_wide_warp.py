@@ -330,16 +330,23 @@ def simulate_arrange(x: np.ndarray, plan: WidePlan) -> np.ndarray:
     return _image(x, plan, wide_arrange.blocks(plan), wide_arrange.WARPS, program)
 
 
-def simulate_normalise(x: np.ndarray, plan: WidePlan, norm: np.ndarray, eps: float) -> np.ndarray:
-    """What the kernel that normalises x (bfloat16) and reorders it returns."""
+def simulate_normalise(
+    x: np.ndarray, plan: WidePlan, norm: np.ndarray, eps: float, partial: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel that normalises x (bfloat16) returns, and x with slices [slices, rows, inputs] added."""
+    slices, total = (0, x) if partial is None else (len(partial), np.full(x.shape, np.nan, BF16))
+    own = wide_norm.NormPlan(plan)
+    sums = None if partial is None else partial.reshape(-1).view(np.uint8 if slices == 1 else np.float32)
 
     def program(w: SimulatedWideWarp, given: Any, out: np.ndarray, block: np.ndarray) -> None:
-        wide_norm.normalise(w, plan, given, norm, eps, out, block)
+        wide_norm.normalise(w, own, given, norm, sums, slices, eps, (out, total.reshape(-1)), block)
 
-    return _image(x, plan, wide_norm.blocks(plan), wide_norm.warps(plan), program)
+    return _image(x, plan, own.blocks, own.warps, program, own.shared_bytes), total
 
 
-def _image(x: np.ndarray, plan: WidePlan, blocks: int, warps: int, program: Callable[..., None]) -> np.ndarray:
+def _image(
+    x: np.ndarray, plan: WidePlan, blocks: int, warps: int, program: Callable[..., None], shared: int = 256
+) -> np.ndarray:
     # As 16-bit numbers, of which all ones are NaN: nothing is written twice.
     out = np.full(2 * np.prod(wide_arrange.shape_of(plan)), np.nan, BF16)
     bytes_ = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
@@ -349,7 +356,7 @@ def _image(x: np.ndarray, plan: WidePlan, blocks: int, warps: int, program: Call
             w = SimulatedWideWarp(warp, Barriers())
             program(w, bytes_, out, w.integer(block))
 
-        run_cluster(1, warps, 256, run)
+        run_cluster(1, warps, shared, run)
     return out.view(np.int32).reshape(wide_arrange.shape_of(plan))
 
 

@@ -19,6 +19,12 @@ from pallas_kernels.int4_matmul import (
     from_codes,
     gated_mlp_refusal,
     int4_gated_mlp,
+    int4_gated_mlp_of_sum,
+    int4_matmul,
+    int4_matmul_fused,
+    int4_matmul_of_sum,
+    int4_slices,
+    slices_refusal,
     to_mosaic,
     wide,
     wide_arrange,
@@ -157,9 +163,9 @@ def test_kernel_that_arranges_does_what_xla_does(group_size: int) -> None:
     assert (simulate_arrange(x, plan) == expected).all()
 
 
-def assert_normalised(image: np.ndarray, x: np.ndarray, norm: np.ndarray, plan: WidePlan) -> None:
-    """An image of `rms_norm(x)`, but for the last bit of bfloat16."""
-    expected = np.asarray(wide_arrange.by_xla(rms_norm(jnp.asarray(x), jnp.asarray(norm), 1e-5), plan))
+def assert_normalised(image: np.ndarray, total: np.ndarray, norm: np.ndarray, plan: WidePlan) -> None:
+    """An image of `rms_norm(total)`, but for the last bit of bfloat16."""
+    expected = np.asarray(wide_arrange.by_xla(rms_norm(jnp.asarray(total), jnp.asarray(norm), 1e-5), plan))
     tile, _, _, token, _ = np.indices(expected.shape)
     there = tile * plan.schedule.tokens + token < plan.rows
     found = [a[there].view(BF16).astype(np.float32) for a in (image, expected)]
@@ -167,20 +173,44 @@ def assert_normalised(image: np.ndarray, x: np.ndarray, norm: np.ndarray, plan: 
     assert (found[0] == found[1]).mean() > 0.99
 
 
-@pytest.mark.parametrize(("in_features", "group_size"), [(200, 16), (2312, 32)])
-def test_kernel_that_normalises_does_what_xla_does(in_features: int, group_size: int) -> None:
-    plan = WidePlan.of(7, to_mosaic(make(16, in_features, group_size, "symmetric")), WideSchedule(16))
-    x, norm = tokens(7, in_features), np.linspace(0.5, 1.5, in_features, dtype=np.float32)
-    assert_normalised(simulate_normalise(x, plan, norm, 1e-5), x, norm, plan)
+def slices_of(rows: int, in_features: int, slices: int) -> np.ndarray | None:
+    """What a product before may have left: float32, or one slice of bfloat16."""
+    if not slices:
+        return None
+    numbers = np.random.default_rng(slices).standard_normal((slices, rows, in_features))
+    return numbers.astype(BF16 if slices == 1 else np.float32)
+
+
+def with_slices(x: np.ndarray, partial: np.ndarray | None) -> np.ndarray:
+    return x if partial is None else (x.astype(np.float32) + partial.astype(np.float32).sum(0)).astype(BF16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "in_features", "group_size", "slices"),
+    [(7, 200, 16, 0), (5, 2312, 32, 3), (133, 136, 16, 1), (1, 8584, 32, 2)],
+)
+def test_kernel_that_normalises_does_what_xla_does(rows: int, in_features: int, group_size: int, slices: int) -> None:
+    """One token a block or two, one turn of its warps or several; with what the product before left."""
+    plan = WidePlan.of(rows, to_mosaic(make(16, in_features, group_size, "symmetric")), WideSchedule(16))
+    x, norm = tokens(rows, in_features), np.linspace(0.5, 1.5, in_features, dtype=np.float32)
+    partial = slices_of(rows, in_features, slices)
+    image, total = simulate_normalise(x, plan, norm, 1e-5, partial)
+    assert (total == with_slices(x, partial)).mean() > 0.999  # sums of several in another order
+    assert_normalised(image, total, norm, plan)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("in_features", [4096, 14336])
 @pytest.mark.parametrize("rows", [37, 256])
-def test_kernel_that_normalises_on_the_gpu(rows: int) -> None:
-    plan = WidePlan.of(rows, to_mosaic(make(16, 4096, 128, "symmetric")), WideSchedule(64))
-    x, norm = tokens(rows, 4096), np.linspace(0.5, 1.5, 4096, dtype=np.float32)
-    image = wide_norm.arrange_normalised(jnp.asarray(x), plan, jnp.asarray(norm), 1e-5)
-    assert_normalised(np.asarray(image), x, norm, plan)
+def test_kernel_that_normalises_on_the_gpu(rows: int, in_features: int) -> None:
+    plan = WidePlan.of(rows, to_mosaic(make(16, in_features, 128, "symmetric")), WideSchedule(64))
+    x, norm = tokens(rows, in_features), np.linspace(0.5, 1.5, in_features, dtype=np.float32)
+    for slices in (0, 1, 4):
+        partial = slices_of(rows, in_features, slices)
+        given = None if partial is None else jnp.asarray(partial)
+        image, total = wide_norm.arrange_normalised(jnp.asarray(x), plan, jnp.asarray(norm), 1e-5, given)
+        assert (np.asarray(total) == with_slices(x, partial)).mean() > 0.99
+        assert_normalised(np.asarray(image), np.asarray(total), norm, plan)
 
 
 @pytest.mark.gpu
@@ -236,6 +266,60 @@ def test_gated_block_lowers_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         text = product.trace(x, norm, gate_up, down).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 3  # the norm, the first product, the second
+
+
+def behind_attention(x: jax.Array, heads: jax.Array, norm: jax.Array, o, gate_up, down, qkv) -> list[jax.Array]:
+    """From attention to the next layer's: its result, x behind both branches, and the next queries, keys, values."""
+    partial, after = int4_gated_mlp_of_sum(x, int4_slices(heads, o), gate_up, down, norm=norm)
+    return [after, *int4_matmul_of_sum(after, partial, qkv, norm=norm)]
+
+
+def sum_by_sum(x: jax.Array, heads: jax.Array, norm: jax.Array, o, gate_up, down, qkv) -> list[jax.Array]:
+    after = x + int4_matmul(heads, o)
+    y = after + int4_gated_mlp(after, gate_up, down, norm=norm)
+    return [after, int4_matmul_fused(y, qkv, norm=norm), y]
+
+
+def layer_weights(group_size: int) -> list[PackedInt4]:
+    shapes = ((328, 576), (1280, 328), (328, 640), (264, 328))
+    weights = [make(*shape, group_size, "zero_point") for shape in shapes]
+    return [dataclasses.replace(w, scales=w.scales * BF16(2**-6)) for w in weights]
+
+
+def test_slices_are_added_without_their_kernels_too() -> None:
+    x, heads = (jnp.asarray(tokens(20, n)).astype(jnp.float32)[None] for n in (328, 576))
+    norm, weights = jnp.linspace(0.5, 1.5, 328), layer_weights(32)
+    for got, want in zip(behind_attention(x, heads, norm, *weights), sum_by_sum(x, heads, norm, *weights), strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_slices_are_added_in_the_norms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "hopper_refusal", lambda: None)
+    weights = [described(n, k, 128, "zero_point") for n, k in ((256, 384), (1024, 256), (256, 512), (128, 256))]
+    x, heads = (jax.ShapeDtypeStruct((100, n), jnp.bfloat16) for n in (256, 384))
+    norm = jax.ShapeDtypeStruct((256,), jnp.float32)
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        traced = jax.jit(behind_attention).trace(x, heads, norm, *weights)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 7  # heads into order, four products, and two norms
+    for rows, refusal in ((16, "it is for 17 to 4095 rows"), (17, None), (4096, "it is for 17 to 4095 rows")):
+        assert slices_refusal(jnp.zeros((rows, 256), jnp.bfloat16), weights[1]) == refusal
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [9, 20, 200, 700])
+def test_slices_are_added_in_the_norms_kernel_on_the_gpu(rows: int) -> None:
+    """The sum is rounded once where there are several slices."""
+    weights = jax.tree.map(jnp.asarray, [to_mosaic(w) for w in layer_weights(32)])
+    x, heads, norm = jnp.asarray(tokens(rows, 328)), jnp.asarray(tokens(rows, 576)), jnp.linspace(0.5, 1.5, 328)
+    run = jax.jit(behind_attention)
+    outs = [[np.asarray(a, np.float32) for a in run(x, heads, norm, *weights)] for _ in range(3)]
+    for got, want in zip(outs[0], jax.jit(sum_by_sum)(x, heads, norm, *weights), strict=True):
+        want = np.asarray(want, np.float32)
+        assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
+    assert all(np.array_equal(a, b) for out in outs for a, b in zip(outs[0], out, strict=True))
 
 
 @pytest.mark.gpu

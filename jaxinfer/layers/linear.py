@@ -6,8 +6,17 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.block_codes import FEW_ROWS, decoded, divides, product_by_columns, row_product
 from jaxinfer.layers.norm import rms_norm
+from jaxinfer.layers.residual import Pending, Residual, settled
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs, Weight
-from pallas_kernels.int4_matmul import Packed, fused_refusal, int4_matmul, int4_matmul_fused
+from pallas_kernels.int4_matmul import (
+    Packed,
+    fused_refusal,
+    int4_matmul,
+    int4_matmul_fused,
+    int4_matmul_of_sum,
+    int4_slices,
+    slices_refusal,
+)
 
 
 def linear(
@@ -77,12 +86,29 @@ def norm_linear(
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def norm_linear_of(
+    x: Residual,
+    norm: Float[Array, " in_features"] | None,
+    eps: float,
+    weight: Weight,
+    bias: Float[Array, " out_features"] | None = None,
+) -> tuple[Float[Array, "*batch out_features"], Float[Array, "*batch in_features"]]:
+    """`norm_linear` of a residual stream, and the stream settled: the INT4 kernels for many rows do both at once."""
+    if isinstance(x, Pending) and isinstance(weight, Packed) and norm is not None and bias is None:
+        return int4_matmul_of_sum(x.x, x.partial, weight, norm=norm, norm_eps=eps)
+    x = settled(x)
+    return norm_linear(x, norm, eps, weight, bias), x
+
+
 def add_linear(
     residual: Float[Array, "*batch out_features"], x: Float[Array, "*batch in_features"], weight: Weight
-) -> Float[Array, "*batch out_features"]:
-    """residual + `linear`(x, weight): the INT4 kernel for few rows adds it itself."""
-    if isinstance(weight, Packed) and fused_refusal(x, weight, residual=True) is None:
-        return int4_matmul_fused(x, weight, residual=residual)
+) -> Residual:
+    """residual + `linear`(x, weight): the INT4 kernel for few rows adds it itself, those for many leave it pending."""
+    if isinstance(weight, Packed):
+        if fused_refusal(x, weight, residual=True) is None:
+            return int4_matmul_fused(x, weight, residual=residual)
+        if slices_refusal(x, weight) is None:
+            return Pending(residual, int4_slices(x, weight))
     return residual + linear(x, weight)
 
 

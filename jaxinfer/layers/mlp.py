@@ -5,7 +5,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.linear import Weight, norm_linear
-from pallas_kernels.int4_matmul import Packed, fused_refusal, gated_mlp_refusal, int4_gated_mlp, int4_matmul_fused
+from jaxinfer.layers.residual import Pending, Residual
+from pallas_kernels.int4_matmul import (
+    Packed,
+    fused_refusal,
+    gated_mlp_refusal,
+    int4_gated_mlp_of_sum,
+    int4_matmul_fused,
+)
 
 
 def activate(gate: Float[Array, "*shape"], activation: str) -> Float[Array, "*shape"]:
@@ -44,7 +51,7 @@ def gated_hidden(
 
 
 def packed_mlp(
-    x: Float[Array, "*batch hidden"],
+    x: Residual,
     norm: Float[Array, " hidden"] | None,
     eps: float,
     gate_up: Weight,
@@ -52,13 +59,14 @@ def packed_mlp(
     down: Weight,
     down_bias: Float[Array, " hidden"] | None,
     activation: str,
-) -> Float[Array, "*batch hidden"] | None:
-    """The down projection of `gated_hidden` where kernels do the block as a whole, else None.
+) -> tuple[Float[Array, "slices *batch hidden"], Float[Array, "*batch hidden"]] | None:
+    """The down projection of `gated_hidden`, in slices, and x settled, where kernels do the block as a whole.
 
-    They do it for packed weights and many rows; for few there are `int4_matmul_fused`'s.
+    They do it for packed weights and many rows; for few there are `int4_matmul_fused`'s. Else None.
     """
     if not isinstance(gate_up, Packed) or not isinstance(down, Packed) or activation != "silu":
         return None
-    if gate_up_bias is not None or down_bias is not None or gated_mlp_refusal(x, gate_up, down) is not None:
+    y, partial = (x.x, x.partial) if isinstance(x, Pending) else (x, None)
+    if gate_up_bias is not None or down_bias is not None or gated_mlp_refusal(y, gate_up, down) is not None:
         return None
-    return int4_gated_mlp(x, gate_up, down, norm=norm, norm_eps=eps)
+    return int4_gated_mlp_of_sum(y, partial, gate_up, down, norm=norm, norm_eps=eps)

@@ -15,6 +15,7 @@ from jaxinfer.decoder import LayerParams, Tokens, add_branch, attention_block, d
 from jaxinfer.layers.linear import norm_linear
 from jaxinfer.layers.mlp import activate
 from jaxinfer.layers.norm import rms_norm
+from jaxinfer.layers.residual import settled
 from jaxinfer.layers.rope import rope_tables
 
 PRECISION = "highest"
@@ -48,7 +49,7 @@ def pass_through(
 ) -> Float[Array, "batch tokens hidden"]:
     """What the layer makes of whole rows of tokens that begin at position 0."""
     with jax.default_matmul_precision(PRECISION):
-        return decoder_layer(layer, x, None, index, _whole_rows(x, config, index), config)[0]
+        return settled(decoder_layer(layer, x, None, index, _whole_rows(x, config, index), config)[0])
 
 
 @functools.partial(jax.jit, static_argnames=("config", "index"), compiler_options=UNTUNED)
@@ -57,8 +58,9 @@ def summed_moments(
 ) -> InputMoments:
     """Sums over the tokens of x, of what the layer's projections are given. All weights are arrays."""
     with jax.default_matmul_precision(PRECISION):
-        heads, _ = attention_block(layer, x, None, index, _whole_rows(x, config, index), config)
-        after = add_branch(x, heads, layer.o, layer.o_bias, layer.attn_post_norm, config)
+        qkv = norm_linear(x, layer.attn_norm, config.norm_eps, layer.qkv, layer.qkv_bias)
+        heads, _ = attention_block(layer, qkv, None, index, _whole_rows(x, config, index), config)
+        after = settled(add_branch(x, heads, layer.o, layer.o_bias, layer.attn_post_norm, config))
         fused = norm_linear(after, layer.mlp_norm, config.norm_eps, layer.gate_up, layer.gate_up_bias)
         gate, up = jnp.split(fused, 2, axis=-1)
 

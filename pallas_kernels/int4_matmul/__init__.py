@@ -20,6 +20,13 @@ from pallas_kernels.int4_matmul.packing_int8 import (
     int8_to_triton,
     unpack_int8_codes,
 )
+from pallas_kernels.int4_matmul.pending import (
+    int4_gated_mlp_of_sum,
+    int4_matmul_of_sum,
+    int4_slices,
+    slices_refusal,
+    sum_slices,
+)
 from pallas_kernels.int4_matmul.reference import dequantize
 
 __all__ = [
@@ -32,12 +39,17 @@ __all__ = [
     "fused_refusal",
     "gated_mlp_refusal",
     "int4_gated_mlp",
+    "int4_gated_mlp_of_sum",
     "int4_matmul",
     "int4_matmul_fused",
+    "int4_matmul_of_sum",
+    "int4_slices",
     "int8_to_canonical",
     "int8_to_mosaic",
     "int8_to_triton",
     "is_whole",
+    "slices_refusal",
+    "sum_slices",
     "to_canonical",
     "to_kernel_layout",
     "to_mosaic",

@@ -15,16 +15,17 @@ from pallas_kernels.int4_matmul.wide_warp import WideWarp
 def run_blocks(
     program: Callable[[WideWarp, Sequence[Any], Any], None],
     arrays: Sequence[jax.Array],
-    out_type: jax.ShapeDtypeStruct,
+    out_type: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     *,
     blocks: int,
     warps: int,
     name: str,
     shared_floats: int = 32,
-) -> jax.Array:
+) -> Any:
     """What `blocks` blocks of `warps` warps (a multiple of 4) write.
 
-    `program(w, references, block)` emits one warp's work; references are those of `arrays`, then the result's.
+    `program(w, references, block)` emits one warp's work; references are those of `arrays`, then the result's,
+    or the results'.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
 

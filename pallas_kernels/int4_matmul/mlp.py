@@ -34,31 +34,57 @@ def int4_gated_mlp(
     if gated_mlp_refusal(x, gate_up, down, backend=backend) is not None:
         hidden = int4_matmul_fused(x, gate_up, norm=norm, norm_eps=norm_eps, gated=True, backend=backend)
         return int4_matmul(hidden, down, backend=backend)
+    partial, _ = gated_slices(x, None, gate_up, down, norm, norm_eps)
+    return wide.added(partial, x.dtype)
+
+
+def gated_slices(
+    x: Float[Array, "*rows in_features"],
+    before: Float[Array, "slices *rows in_features"] | None,
+    gate_up: Packed,
+    down: Packed,
+    norm: Float32[Array, " in_features"] | None,
+    norm_eps: float,
+) -> tuple[Float[Array, "left *rows out_features"], Float[Array, "*rows in_features"]]:
+    """The kernels' `int4_gated_mlp` of y, as the slices that they leave; and y.
+
+    y is x, or where there is `before` and a norm x and the sum of those slices.
+    """
     rows = math.prod(x.shape[:-1])
-    flat, norm = dispatch.in_memory((x.reshape(rows, x.shape[-1]), norm))
+    before = None if before is None else before.reshape(len(before), rows, -1)
+    flat, norm, before = dispatch.in_memory((x.reshape(rows, x.shape[-1]), norm, before))
     schedules = wide_tuning.gated_schedules(rows, gate_up, down, jax.devices()[0].device_kind)
-    out = wide.gated_mlp(flat, gate_up, down, norm, schedules=schedules, norm_eps=norm_eps)
-    return out.reshape(*x.shape[:-1], out.shape[-1])
+    slices, y = wide.gated_mlp(flat, gate_up, down, norm, before, schedules=schedules, norm_eps=norm_eps)
+    return slices.reshape(-1, *x.shape[:-1], slices.shape[-1]), y.reshape(x.shape)
 
 
 def gated_mlp_refusal(
     x: Float[Array, "*rows in_features"], gate_up: Packed, down: Packed, *, backend: Backend | None = None
 ) -> str | None:
     """Why no kernels do a gated block as a whole; None if some do."""
-    rows, results = math.prod(x.shape[:-1]), gate_up.shape[0] // 2
-    if gate_up.shape[0] != 2 * down.shape[1]:
-        return f"gate and up have {gate_up.shape[0]} outputs, not twice the {down.shape[1]} inputs of down"
-    if results % STAGE:
-        return f"it needs a multiple of {STAGE} hidden features, not {results}"
-    if x.shape[-1] > MOST_INPUTS:
-        return f"it takes up to {MOST_INPUTS} inputs, not {x.shape[-1]}"
-    if rows < wide_tuning.GATED_ROWS:
-        return f"it is for {wide_tuning.GATED_ROWS} rows and more"
-    if rows * max(x.shape[-1], results) >= MOST_NUMBERS:
-        return f"it is for less than {MOST_NUMBERS} numbers between the products"
+    rows = math.prod(x.shape[:-1])
+    refusal = gated_shapes_refusal(rows, gate_up, down)
+    if refusal is not None:
+        return refusal
     for weight in (gate_up, down):
         choices = dispatch.choose("int4_matmul", refusals_of(rows, x.dtype, x.dtype, weight), backend)
         chosen = next(choice.backend for choice in choices if choice.taken)
         if chosen != "mosaic":
             return f"the {chosen} backend has no gated block"
+    return None
+
+
+def gated_shapes_refusal(rows: int, gate_up: Packed, down: Packed) -> str | None:
+    """What of `gated_mlp_refusal` depends on shapes alone, whatever the device."""
+    inputs, results = gate_up.shape[1], gate_up.shape[0] // 2
+    if gate_up.shape[0] != 2 * down.shape[1]:
+        return f"gate and up have {gate_up.shape[0]} outputs, not twice the {down.shape[1]} inputs of down"
+    if results % STAGE:
+        return f"it needs a multiple of {STAGE} hidden features, not {results}"
+    if inputs > MOST_INPUTS:
+        return f"it takes up to {MOST_INPUTS} inputs, not {inputs}"
+    if rows < wide_tuning.GATED_ROWS:
+        return f"it is for {wide_tuning.GATED_ROWS} rows and more"
+    if rows * max(inputs, results) >= MOST_NUMBERS:
+        return f"it is for less than {MOST_NUMBERS} numbers between the products"
     return None

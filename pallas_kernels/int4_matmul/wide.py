@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.early_launch import take_turn
 from pallas_kernels.int4_matmul.book import Book
@@ -185,8 +186,6 @@ def multiply_part(
     return (slot, parity), [(strip + 4 * u, flat[sums * u : sums * (u + 1)]) for u in tiles]
 
 
-# Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.
-@functools.partial(jax.jit, static_argnames=("schedule", "out_dtype", "norm_eps"))
 def int4_matmul(
     x: jax.Array,
     weight: Packed,
@@ -200,11 +199,34 @@ def int4_matmul(
 
     `norm` float32 [in_features]: x goes through an RMS norm first.
     """
+    partial, _ = product(x, weight, norm, schedule=schedule, out_dtype=out_dtype, norm_eps=norm_eps)
+    return added(partial, out_dtype)
+
+
+def added(partial: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The sum of slices. Written as a chain of additions, XLA makes it part of the next elementwise operation."""
+    return functools.reduce(operator.add, list(partial)).astype(dtype)
+
+
+# Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.
+@functools.partial(jax.jit, static_argnames=("schedule", "out_dtype", "norm_eps"))
+def product(
+    x: jax.Array,
+    weight: Packed,
+    norm: jax.Array | None = None,
+    before: jax.Array | None = None,
+    *,
+    schedule: WideSchedule,
+    out_dtype: jnp.dtype,
+    norm_eps: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+    """`int4_matmul` of y, as slices [slices, rows, out_features] of float32 or one of `out_dtype`; and y.
+
+    y is x, or where there is `before` x and the sum of its slices, those of the product before; then there is a norm.
+    """
     plan = WidePlan.of(x.shape[0], weight, schedule)
-    image = arrange(x, plan) if norm is None else arrange_normalised(x, plan, norm, norm_eps)
-    partial = launch(image, weight, plan, out_dtype)
-    # Written as a chain of additions, XLA makes it part of the next elementwise operation.
-    return functools.reduce(operator.add, list(partial)).astype(out_dtype)
+    image, y = brought(x, plan, norm, norm_eps, before)
+    return launch(image, weight, plan, out_dtype), y
 
 
 @functools.partial(jax.jit, static_argnames=("schedules", "norm_eps"))
@@ -213,22 +235,31 @@ def gated_mlp(
     gate_up: Packed,
     down: Packed,
     norm: jax.Array | None = None,
+    before: jax.Array | None = None,
     *,
     schedules: tuple[WideSchedule, WideSchedule],
     norm_eps: float = 0.0,
-) -> jax.Array:
-    """(silu(x Wg^T) * (x Wu^T)) Wd^T for x [rows, in_features] bf16 -> [rows, out_features] bf16.
+) -> tuple[jax.Array, jax.Array]:
+    """(silu(y Wg^T) * (y Wu^T)) Wd^T, as slices of float32 or one of bfloat16, for x [rows, in_features] bf16; and y.
 
-    `gate_up` holds the rows of Wg, then those of Wu; `norm` as in `int4_matmul`. What is between the products is
-    rounded to bfloat16 once, and written by the first kernel in the order in which the second takes it.
+    `gate_up` holds the rows of Wg, then those of Wu; `norm` and `before` as in `product`. What is between the products
+    is rounded to bfloat16 once, and written by the first kernel in the order in which the second takes it.
     """
     rows, dtype = x.shape[0], jnp.dtype(jnp.bfloat16)
     second = WidePlan.of(rows, down, schedules[1])
     first = WidePlan.of(rows, gate_up, schedules[0])
     first = dataclasses.replace(first, gated=True, result_order=second.token_order)
-    image = arrange(x, first) if norm is None else arrange_normalised(x, first, norm, norm_eps)
-    hidden = launch(image, gate_up, first, dtype)
-    return functools.reduce(operator.add, list(launch(hidden, down, second, dtype))).astype(dtype)
+    image, y = brought(x, first, norm, norm_eps, before)
+    return launch(launch(image, gate_up, first, dtype), down, second, dtype), y
+
+
+def brought(
+    x: jax.Array, plan: WidePlan, norm: jax.Array | None, norm_eps: float, before: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """y, see `product`, in the plan's order; and y."""
+    if norm is None:
+        return arrange(x, plan), x
+    return arrange_normalised(x, plan, norm, norm_eps, before)
 
 
 def launch(image: jax.Array, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -> jax.Array:
