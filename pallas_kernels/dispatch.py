@@ -18,14 +18,17 @@ class Choice:
     reason: str
 
 
-def choose(op: str, refusals: Mapping[str, str | None], forced: str | None = None) -> list[Choice]:
+def choose(
+    op: str, refusals: Mapping[str, str | None], forced: str | None = None, *, or_last: bool = False
+) -> list[Choice]:
     """Takes the first backend that does not refuse.
 
     `refusals` maps each backend, in order of preference, to its reason or to None. `forced`, or else the environment
     variable JAXINFER_KERNELS, names the only backend that may be taken; an unknown name or a refusal of the forced
-    backend is a ValueError.
+    backend is a ValueError. With `or_last` the last backend is taken in place of one that only the variable names.
     """
-    forced = forced or os.environ.get(KERNELS_VARIABLE) or None
+    if forced is None and (named := os.environ.get(KERNELS_VARIABLE)):
+        forced = [*refusals][-1] if or_last and refusals.get(named, "unknown") is not None else named
     if forced is not None and forced not in refusals:
         raise ValueError(f"{op} has no backend {forced!r}; it has {', '.join(refusals)}")
     choices: list[Choice] = []

@@ -42,7 +42,8 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
 
     def _fetch(self, destination: int, ref: np.ndarray, origin: int, size: int) -> tuple[int, np.ndarray]:
         flat = ref.view(np.uint8)
-        assert destination % 16 == origin % 16 == size % 16 == 0, "unaligned copy"
+        unit = min(size, 16)
+        assert destination % unit == origin % unit == size % unit == 0, "unaligned copy"
         assert destination + size <= self.bytes.size
         assert 0 <= origin <= flat.size - size, "copy from outside the array"
         self.bytes[destination : destination + size] = 0xFF
@@ -61,9 +62,15 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
         *,
         to: int = 0,
         source: int = 0,
+        nbytes: int = 16,
+        inside: np.ndarray | None = None,
     ) -> None:
         for lane in np.flatnonzero(predicate):
-            self.open.append(self._fetch(int(address[lane]) + to, ref, int(offset[lane]) + source, 16))
+            destination = int(address[lane]) + to
+            if inside is None or inside[lane]:
+                self.open.append(self._fetch(destination, ref, int(offset[lane]) + source, nbytes))
+            else:
+                self.open.append((destination, np.zeros(nbytes, np.uint8)))
 
     def copy_commit(self) -> None:
         self.groups.append(self.open)
@@ -126,6 +133,11 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
 
     def half_pair(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         return self.pack_f16(low, high)
+
+    def float8_pairs(self, word: np.ndarray, kind: str) -> tuple[np.ndarray, ...]:
+        dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[kind]
+        halves = self._bytes(word).view(dtype).astype(np.float16)
+        return tuple(np.ascontiguousarray(halves[:, i : i + 2]).view(np.int32)[:, 0] for i in (0, 2))
 
     def digits(self, words: list[np.ndarray], factor: np.ndarray) -> tuple[np.ndarray, ...]:
         numbers = np.concatenate([self._halves(word) for word in words], axis=1).view(ml_dtypes.bfloat16)

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxinfer.layers.block_codes import FEW_ROWS, decoded, divides, product_by_columns, row_product
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.residual import Pending, Residual, settled
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs, Weight
+from pallas_kernels.float8_matmul import float8_matmul
 from pallas_kernels.int4_matmul import (
     Packed,
     fused_refusal,
@@ -44,7 +44,8 @@ def linear(
         sums = linear(x, jnp.asarray(weight.codes).astype(x.dtype), out_dtype=jnp.float32)
         y = (sums * scales).astype(dtype)
     elif isinstance(weight, BlockCodes):
-        y = _block_product(x, weight, dtype)
+        codes, scales = jnp.asarray(weight.codes), jnp.asarray(weight.scales)
+        y = float8_matmul(x, codes, scales, block=weight.block, out_dtype=dtype)
     elif _one_row(x):
         y = _row_sums(x.reshape(-1), weight).astype(dtype).reshape(*x.shape[:-1], weight.shape[0])
     else:
@@ -110,16 +111,6 @@ def add_linear(
         if slices_refusal(x, weight) is None:
             return Pending(residual, int4_slices(x, weight))
     return residual + linear(x, weight)
-
-
-def _block_product(
-    x: Float[Array, "*batch in_features"], weight: BlockCodes, dtype: jnp.dtype | type
-) -> Float[Array, "*batch out_features"]:
-    if _one_row(x):
-        return row_product(x.reshape(-1), weight).astype(dtype).reshape(*x.shape[:-1], weight.shape[0])
-    if x.size <= FEW_ROWS * x.shape[-1] and divides(weight):
-        return product_by_columns(x, weight).astype(dtype)
-    return linear(x, decoded(weight, x.dtype), out_dtype=dtype)
 
 
 def _one_row(x: jax.Array) -> bool:

@@ -73,8 +73,8 @@ class BlockCodes:
     """A weight of 8-bit floats with a scale for each block: DeepSeek's and Qwen's fp8, of 128 x 128.
 
     `codes` are float8_e4m3fn or float8_e5m2 [out, in], `scales` float32 [ceil(out / rows), ceil(in / columns)], and
-    `block` is (rows, columns): output n and input k are of block n // rows, k // columns. No kernel of ours reads
-    them: the products are XLA's, `jaxinfer.layers.block_codes`.
+    `block` is (rows, columns): output n and input k are of block n // rows, k // columns. Kernels and XLA read
+    them in this order: `pallas_kernels.float8_matmul`.
     """
 
     codes: jax.Array | np.ndarray

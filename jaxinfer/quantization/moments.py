@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxinfer.layers.block_codes import decoded
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.packed_weights import DeviceWeight, HostWeight
+from pallas_kernels.float8_matmul import decode_blocks
 from pallas_kernels.int4_matmul import PackedInt4, PackedInt8, dequantize
 
 
@@ -34,7 +34,8 @@ def values_of(weight: HostWeight | DeviceWeight) -> Float[Array, "out in"]:
         case ScaledCodes():
             return jnp.asarray(weight.codes).astype(jnp.float32) * jnp.asarray(weight.scales)[:, None]
         case BlockCodes():
-            return decoded(weight, jnp.float32)
+            codes, scales = jnp.asarray(weight.codes), jnp.asarray(weight.scales)
+            return decode_blocks(codes, scales, weight.block, jnp.float32)
         case jax.Array() | np.ndarray():
             return jnp.asarray(weight).astype(jnp.float32)
 

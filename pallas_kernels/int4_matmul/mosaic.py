@@ -35,6 +35,7 @@ from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Plan, Schedule
+from pallas_kernels.int4_matmul.rows import Float8, RowStream
 from pallas_kernels.int4_matmul.scaled import Row, Scaled
 from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.strip import (
@@ -54,7 +55,8 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """One warp's work: the instructions are emitted through `w`, a WideWarp (or its NumPy twin in the tests)."""
     schedule = plan.schedule
     zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
-    stream = (BulkStream if schedule.bulk else Stream)(w, plan, a.weights, slice_, block)
+    way = RowStream if plan.in_rows is not None else BulkStream if schedule.bulk else Stream
+    stream = way(w, plan, a.weights, slice_, block)
     # x first: it waits for all weights that were asked for before it.
     x = operand(w, plan, a, stream)
     stream.open()  # without a barrier, ptxas would move the loads of x to where it is used, behind all weights
@@ -99,9 +101,10 @@ def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Op
     if not plan.schedule.scaled:
         way = Digits if plan.schedule.digits else Halves
         return way(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
+    way = Scaled if plan.in_rows is None else Float8
     if Row.serves(plan):
-        return Scaled(w, plan, Row(w, plan, a.x, a.norm, stream.first_tile, stream.spare))
-    return Scaled(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
+        return way(w, plan, Row(w, plan, a.x, a.norm, stream.first_tile, stream.spare))
+    return way(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
 
 
 # Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.

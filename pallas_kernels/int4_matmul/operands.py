@@ -195,7 +195,7 @@ class Tokens:
         self.w, self.plan = w, plan
         self._group, self._quad = w.lane // 4, w.lane % 4
         self._run = steps_per_run(plan.group_size)
-        self._column = first_tile * COLUMNS + self._quad * (4 * self._run)
+        self._column = first_tile * COLUMNS + self._quad * plan.lane_columns
         offsets = []
         for b in range(plan.token_blocks):
             row = self._group + 8 * b
@@ -205,21 +205,21 @@ class Tokens:
         # [run][token block], two words for each of the run's steps of 16 inputs.
         self._runs = [
             [w.load_words(x, offset, 2 * self._run, self._inside(first), first) for offset in offsets]
-            for first in self._first_columns()
+            for first in plan.run_columns
         ]
         self._norm = None
         if norm is not None and not plan.norm_bytes:
             self._norm = [
                 [w.load_four(norm, self._column, self._inside(first), first + 4 * i) for i in range(self._run)]
-                for first in self._first_columns()
+                for first in plan.run_columns
             ]
 
     def read_norm(self, start: Any) -> None:
         """Reads the norm's weights of the warp's inputs from shared memory, `start` on."""
-        w, start = self.w, start + self._quad * (16 * self._run)
+        w, start = self.w, start + self._quad * (4 * self.plan.lane_columns)
         self._norm = [
             [tuple(map(w.as_number, w.shared_words(start, 4 * first + 16 * i))) for i in range(self._run)]
-            for first in self._first_columns()
+            for first in self.plan.run_columns
         ]
 
     def words(self) -> list[list[list[Any]]]:
@@ -228,9 +228,6 @@ class Tokens:
         steps = [[words[2 * i : 2 * i + 2] for words in blocks] for blocks in runs for i in range(self._run)]
         per_tile = COLUMNS // 16
         return [steps[t : t + per_tile] for t in range(0, len(steps), per_tile)]
-
-    def _first_columns(self) -> range:
-        return range(0, self.plan.warp_columns, 16 * self._run)
 
     def _inside(self, first: int) -> Any:
         return self._column + first < self.plan.in_features if self.plan.ragged else None

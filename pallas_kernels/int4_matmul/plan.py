@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, steps_per_run
+from pallas_kernels.int4_matmul.packing_float8 import Float8Rows, InRows
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 
 PIECE_BYTES = 512
@@ -71,6 +72,7 @@ class Plan:
     bits: int
     schedule: Schedule
     fusion: Fusion = PLAIN
+    in_rows: InRows | None = None
 
     @classmethod
     def of(cls, rows: int, weight: Packed, schedule: Schedule, fusion: Fusion = PLAIN) -> "Plan":
@@ -79,7 +81,7 @@ class Plan:
         offset_bytes = 0 if weight.offsets is None else weight.offsets.dtype.itemsize
         scale_bytes = weight.scales.dtype.itemsize
         sizes = (rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, weight.bits)
-        return cls(*sizes, schedule, fusion)
+        return cls(*sizes, schedule, fusion, weight.in_rows if isinstance(weight, Float8Rows) else None)
 
     @property
     def threads(self) -> int:
@@ -122,6 +124,18 @@ class Plan:
     @property
     def warp_tiles(self) -> int:
         return self.warp_columns // COLUMNS
+
+    @property
+    def lane_columns(self) -> int:
+        """From the inputs of one lane of four to those of the next."""
+        return 16 if self.in_rows is not None else 4 * steps_per_run(self.group_size)
+
+    @property
+    def run_columns(self) -> list[int]:
+        """The first inputs of each run of steps, of which a lane has neighbouring ones."""
+        if self.in_rows is not None:  # 16 neighbours, in two runs
+            return [tile + half for tile in range(0, self.warp_columns, COLUMNS) for half in (0, 8)]
+        return list(range(0, self.warp_columns, 16 * steps_per_run(self.group_size)))
 
     @property
     def block_columns(self) -> int:

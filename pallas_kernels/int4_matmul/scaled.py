@@ -135,8 +135,8 @@ class Row:
         w.shared_store_words(self._buffer + self._place * 2, halves)
         w.warp_barrier()
         run = steps_per_run(plan.group_size)
-        address, steps = self._buffer + w.lane % 4 * (8 * run), []
-        for first in range(0, plan.warp_columns, 16 * run):
+        address, steps = self._buffer + w.lane % 4 * (2 * plan.lane_columns), []
+        for first in plan.run_columns:
             words = w.shared_words(address, 2 * first, 2 * run)
             steps += [[words[2 * i : 2 * i + 2]] for i in range(run)]
         per_tile = COLUMNS // 16

@@ -114,14 +114,16 @@ class Stream:
         w = self.w
         left = index < self.count
         address = self._ring + slot + w.lane * 16
-        strip = index
-        if self.plan.strip_parts > 1:
-            strip = index // 2 + index % 2 * self.plan.result_strips
+        strip = self.strip(index)
         for copy in self._copies:
             go = left if copy.predicate is None else left & copy.predicate
             offset = copy.offset + strip * copy.stride
             w.copy_async(address, copy.array, offset, go, to=copy.place, source=copy.constant)
         w.copy_commit()
+
+    def strip(self, index: Any) -> Any:
+        """Where strip `index` of this block lies, from its first one on."""
+        return index // 2 + index % 2 * self.plan.result_strips if self.plan.strip_parts > 1 else index
 
     def open(self) -> None:
         self.w.warp_barrier()

@@ -104,6 +104,12 @@ class Int4Warp(CodeWords):
         """Two float32, rounded to float16, in a word."""
         return self._word("cvt.rn.f16x2.f32 $0, $2, $1;", low, high)
 
+    def float8_pairs(self, word: Value, kind: str) -> Words:
+        """Four 8-bit floats, "e4m3" or "e5m2" -> two words of two float16 each, in order."""
+        halves = "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+        ptx = f"{halves} cvt.rn.f16x2.{kind}x2 $0, low; cvt.rn.f16x2.{kind}x2 $1, high; }}"
+        return tuple(Value(v) for v in mgpu_utils.inline_ptx(ptx, word.ir, result_types=[_int(32)] * 2))
+
     # x as three bytes, and codes as bytes
     def code_bytes(self, word: Value) -> Words:
         """Eight codes -> two words of four bytes."""
@@ -185,12 +191,29 @@ class Int4Warp(CodeWords):
 
     # From global to shared memory
     def copy_async(
-        self, address: Value, ref: ir.Value, offset: Value, predicate: Value, *, to: int = 0, source: int = 0
+        self,
+        address: Value,
+        ref: ir.Value,
+        offset: Value,
+        predicate: Value,
+        *,
+        to: int = 0,
+        source: int = 0,
+        nbytes: int = 16,
+        inside: Value | None = None,
     ) -> None:
-        """Starts a copy of 16 bytes from byte `offset + source` of `ref` to shared memory at `address + to`."""
-        ptx = f"@$2 cp.async.cg.shared.global.L2::128B [$0 + {to}], [$1 + {source}], 16;"
+        """Starts a copy of 4 or 16 bytes from byte `offset + source` of `ref` to shared memory at `address + to`.
+
+        Where `inside` is false, of as many zeros; `offset` is then any place of `ref`.
+        """
+        through = "cg.shared.global.L2::128B" if nbytes == 16 else "ca.shared.global"
+        ptx = f"@$2 cp.async.{through} [$0 + {to}], [$1 + {source}], {nbytes}"
         operands = [arith.addi(self._scratch, address.ir), self._pointer(ref, offset, 1), predicate.ir]
-        self._emit(ptx, "r,l,b", *operands)
+        if inside is None:
+            self._emit(ptx + ";", "r,l,b", *operands)
+        else:
+            size = self.select(inside, self.integer(nbytes), self.integer(0))
+            self._emit(ptx + ", $3;", "r,l,b,r", *operands, size.ir)
 
     def copy_commit(self) -> None:
         """Closes a group of copies."""

@@ -1,0 +1,124 @@
+"""The matrix product with 8-bit floats in blocks: validates, picks a backend, says why."""
+
+import dataclasses
+import math
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels import dispatch
+from pallas_kernels.float8_matmul import reference
+from pallas_kernels.int4_matmul import mosaic, tuning
+from pallas_kernels.int4_matmul.packing import STRIP
+from pallas_kernels.int4_matmul.packing_float8 import Float8Rows
+from pallas_kernels.int4_matmul.plan import PART, Schedule
+from pallas_kernels.int4_matmul.rows import KINDS
+
+Backend = Literal["mosaic", "reference"]
+MOST_ROWS = 64
+"""Of x in the kernel's registers."""
+TAKEN_ROWS = 0
+"""Up to which it is taken unless another is asked for: what has not been measured is not."""
+FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+@overload
+def float8_matmul(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    *,
+    block: reference.Block = (128, 128),
+    out_dtype: DTypeLike | None = None,
+    backend: Backend | None = None,
+    explain: Literal[False] = False,
+) -> jax.Array: ...
+@overload
+def float8_matmul(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    *,
+    block: reference.Block = (128, 128),
+    out_dtype: DTypeLike | None = None,
+    backend: Backend | None = None,
+    explain: Literal[True],
+) -> list[dispatch.Choice]: ...
+def float8_matmul(
+    x: Float[Array, "*rows in_features"],
+    codes: Float[Array, "_ _"],
+    scales: Float32[Array, "_ _"],
+    *,
+    block: reference.Block = (128, 128),
+    out_dtype: DTypeLike | None = None,
+    backend: Backend | None = None,
+    explain: bool = False,
+) -> Float[Array, "*rows out_features"] | list[dispatch.Choice]:
+    """x times the transposed weight, whose value at [n, k] is codes[n, k] * scales[n // block[0], k // block[1]].
+
+    Args:
+      x: activations, any number of leading dimensions.
+      codes: float8_e4m3fn or float8_e5m2, as files have them: no kernel needs them in another order.
+      scales: [ceil(out_features / block[0]), ceil(in_features / block[1])].
+      block: outputs and inputs that share a scale.
+      out_dtype: by default x's dtype. Sums are float32 in any case.
+      backend: forces one; else the environment variable JAXINFER_KERNELS may name one, else the first that supports the
+        call. "mosaic" is Hopper's, for few rows: it reads a byte a weight. "reference" is XLA's: for one row of x on a
+        GPU it reads a byte a weight too, for few also writes and reads sums of each column of blocks, and for many
+        decodes the weight into a temporary.
+      explain: return the list of `Choice` and compute nothing.
+
+    Raises:
+      ValueError: shapes that do not fit, or a call that the forced backend does not take.
+    """
+    out_features, in_features = codes.shape
+    if x.ndim < 1 or x.shape[-1] != in_features:
+        raise ValueError(f"x has shape {x.shape}; a weight of {in_features} in_features needs [..., {in_features}]")
+    expected = tuple(-(-size // step) for size, step in zip(codes.shape, block, strict=True))
+    if scales.shape != expected:
+        raise ValueError(f"scales have shape {scales.shape}; {codes.shape} in blocks of {block} need {expected}")
+    rows = math.prod(x.shape[:-1])
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    refusals = {"mosaic": mosaic_refusal(rows, x.dtype, dtype, codes, block), "reference": None}
+    if backend is None and rows > TAKEN_ROWS:
+        refusals["mosaic"] = f"it is not known to be faster with {rows} rows"
+    choices = dispatch.choose("float8_matmul", refusals, backend, or_last=True)
+    if explain:
+        return choices
+    flat = x.reshape(rows, in_features)
+    if choices[0].taken:
+        weight = Float8Rows(codes, scales, None, (out_features, in_features), block[1])
+        schedule = schedule_for(rows, weight, jax.devices()[0].device_kind)
+        out = mosaic.int4_matmul(dispatch.in_memory(flat), weight, schedule=schedule, out_dtype=dtype)
+    else:
+        out = reference.float8_matmul(flat, codes, scales, block=block, out_dtype=dtype)
+    return out.reshape(*x.shape[:-1], out_features)
+
+
+def schedule_for(rows: int, weight: Float8Rows, device_kind: str) -> Schedule:
+    """That of the few-row kernel for 8-bit codes in groups, multiplied in float16 (`rows.py`)."""
+    return dataclasses.replace(tuning.plan_for(rows, weight, device_kind).schedule, scaled=True)
+
+
+def mosaic_refusal(
+    rows: int, dtype: DTypeLike, out_dtype: DTypeLike, codes: jax.Array, block: reference.Block
+) -> str | None:
+    """Why the Mosaic kernel does not take this call; None if it does."""
+    if dtype != jnp.bfloat16:
+        return f"it needs bfloat16 activations, not {jnp.dtype(dtype)}"
+    if not 1 <= rows <= MOST_ROWS:
+        return f"it takes 1 to {MOST_ROWS} rows, not {rows}"
+    if str(codes.dtype) not in KINDS:
+        return f"it has codes of {' or '.join(KINDS)}, not {codes.dtype}"
+    if block[0] % STRIP or block[1] % PART:
+        return f"it takes blocks of a multiple of {STRIP} outputs and of {PART} inputs, not {block[0]} x {block[1]}"
+    if not reference.divides(codes.shape, block):
+        return f"blocks of {block[0]} x {block[1]} do not divide {codes.shape}"
+    if jnp.dtype(out_dtype) not in FLOATS:
+        return f"it has results of bfloat16, float16 or float32, not {jnp.dtype(out_dtype)}"
+    if codes.size >= 1 << 32:
+        return f"it counts bytes in 32 bits, and the weight has {codes.size}"
+    return dispatch.hopper_refusal()

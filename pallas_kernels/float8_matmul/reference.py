@@ -1,0 +1,72 @@
+"""Products of 8-bit floats that have a scale for each block, as XLA computes them.
+
+For one row on a GPU a reduction over the weight's rows, which reads a byte a weight. For up to `FEW_ROWS` the codes go
+into a product for each column of blocks, which bfloat16 holds exactly, and the float32 sums are scaled and added; XLA
+converts the codes on their way into it. For more, and where blocks do not divide the weight, the weight is decoded into
+a temporary of x's dtype, one weight at a time, for the GEMM that XLA has for it: XLA's GEMMs do not take the scales in.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+FEW_ROWS = 64
+"""Sums of all columns of 128 inputs, written and read, are rows / 16 bytes a weight; decoding to 16 bits costs 4."""
+
+type Block = tuple[int, int]
+"""Outputs and inputs of a block."""
+
+
+def float8_matmul(
+    x: Float[Array, "rows in"],
+    codes: Float[Array, "out in"],
+    scales: Float32[Array, "_ _"],
+    *,
+    block: Block,
+    out_dtype: DTypeLike,
+) -> Float[Array, "rows out"]:
+    """x times the transposed weight, sums in float32."""
+    if x.shape[0] == 1 and jax.default_backend() == "gpu":
+        return _row_product(x[0], codes, scales, block).astype(out_dtype)[None, :]
+    if x.shape[0] <= FEW_ROWS and divides(codes.shape, block):
+        return _product_by_columns(x, codes, scales, block).astype(out_dtype)
+    weight = decode_blocks(codes, scales, block, x.dtype)
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.dtype(out_dtype))
+
+
+def decode_blocks(
+    codes: Float[Array, "out in"], scales: Float32[Array, "_ _"], block: Block, dtype: DTypeLike
+) -> Float[Array, "out in"]:
+    """The values code * scale, computed in float32 and rounded once to `dtype`."""
+    (out_features, in_features), (rows, columns) = codes.shape, block
+    # The scale of each weight; XLA reads it where it is used.
+    spread = jnp.broadcast_to(scales[:, None, :, None], (scales.shape[0], rows, scales.shape[1], columns))
+    spread = spread.reshape(scales.shape[0] * rows, -1)[:out_features, :in_features]
+    return (codes.astype(jnp.float32) * spread).astype(dtype)
+
+
+def divides(shape: tuple[int, ...], block: Block) -> bool:
+    """Whether all blocks of a weight are whole ones."""
+    return all(size % step == 0 for size, step in zip(shape, block, strict=True))
+
+
+def _row_product(
+    x: Float[Array, " in"], codes: Float[Array, "out in"], scales: Float32[Array, "_ _"], block: Block
+) -> Float32[Array, " out"]:
+    """W x as a reduction over the weight's rows."""
+    return jnp.sum(decode_blocks(codes, scales, block, jnp.float32) * x.astype(jnp.float32)[None, :], axis=1)
+
+
+def _product_by_columns(
+    x: Float[Array, "rows in"], codes: Float[Array, "out in"], scales: Float32[Array, "_ _"], block: Block
+) -> Float32[Array, "rows out"]:
+    """x W^T from the sums of each column of blocks, which must be whole."""
+    (out_features, in_features), (rows, columns) = codes.shape, block
+    parts = codes.astype(x.dtype).reshape(out_features, -1, columns)
+    inputs = x.reshape(-1, in_features // columns, columns)
+    sums = jax.lax.dot_general(
+        inputs, parts, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32
+    )  # [columns of blocks, x's rows, out]
+    scaled = sums.reshape(*sums.shape[:2], -1, rows) * scales.T[:, None, :, None]
+    return jnp.sum(scaled, axis=0).reshape(-1, out_features)

@@ -1,0 +1,98 @@
+"""The Hopper kernel's weights as 8-bit floats in the order of [out, in], as checkpoints of FP8 in blocks have them.
+
+A warp's share of a strip are 16 rows of 128 or 256 bytes: four lanes fetch 64 neighbouring bytes of a row, and a lane's
+16 bytes are 16 neighbouring inputs, of which x is taken in the same order (`Plan.run_columns`). So nothing is repacked,
+and the scales, one for a block of rows and inputs, stay one number each: every lane fetches its own copy.
+
+Products are made in float16 as scaled.py has it: e4m3 and e5m2 are float16 numbers, NaN included, two of which one
+instruction converts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pallas_kernels.int4_matmul.book import Book
+from pallas_kernels.int4_matmul.operands import Sums
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
+from pallas_kernels.int4_matmul.scaled import Row, Scaled, scaled_tokens
+from pallas_kernels.int4_matmul.stream import Copy, Stream, Weights
+
+EIGHT = 8
+"""Rows of a piece of a tile."""
+KINDS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+"""What PTX calls the types of codes."""
+
+
+class RowStream(Stream):
+    """The strips of one warp from rows of bytes; outputs are a multiple of 16, inputs of 64."""
+
+    def __init__(self, w: Any, plan: Plan, weights: Weights, slice_: Any, block: Any):
+        assert plan.in_rows is not None
+        self._strips_per_block = plan.in_rows.block_rows // STRIP
+        self._scales = weights.scales
+        super().__init__(w, plan, weights, slice_, block)
+
+    def _words(self, array: Any) -> list[Copy]:
+        plan, w = self.plan, self.w
+        row, chunk = w.lane // 4, w.lane % 4 * 16
+        offset = (self.first_strip * STRIP + row) * plan.in_features + self.first_tile * COLUMNS + chunk
+        copies = []
+        for t in range(plan.warp_tiles):
+            inside = self.first_tile + t < plan.column_tiles if plan.ragged else None
+            for half in range(STRIP // EIGHT):
+                place = t * plan.tile_bytes + half * PIECE_BYTES
+                constant = half * EIGHT * plan.in_features + t * COLUMNS
+                copies.append(Copy(array, offset, STRIP * plan.in_features, place, constant, inside))
+        return copies
+
+    def _rows(self, array: Any, itemsize: int, place: int) -> list[Copy]:
+        """There are no rows of 16 scales: `_start` asks for the blocks'."""
+        return []
+
+    def _start(self, index: Any, slot: Any) -> None:
+        """What lies past the last input is zero: unlike codes of integers, any bits could be NaN."""
+        w, plan = self.w, self.plan
+        left, strip = index < self.count, self.strip(index)
+        address = self._ring + slot + w.lane * 16
+        for copy in self._copies:
+            offset = copy.offset + strip * copy.stride
+            options = {"to": copy.place, "source": copy.constant, "inside": copy.predicate}
+            w.copy_async(address, copy.array, offset, left, **options)
+        block = (self.first_strip + strip) // self._strips_per_block
+        address = self._ring + slot + w.lane * 4
+        for base in range(0, plan.segments * STRIP, 32):
+            segment = (w.lane + base) // STRIP
+            group = (self.first_tile * COLUMNS + segment * plan.segment) // plan.group_size
+            group = w.select(group < plan.groups, group, w.integer(plan.groups - 1))
+            offset = (block * plan.groups + group) * 4
+            inside = left & (segment < plan.segments)
+            w.copy_async(address, self._scales, offset, inside, to=plan.words_bytes + base * 4, nbytes=4)
+        w.copy_commit()
+
+
+class Float8(Scaled):
+    """x in float16, for 8-bit floats."""
+
+    def prepare(self, book: Book | None = None) -> None:
+        assert book is None and self.plan.in_rows is not None, "codes are their own numbers here"
+        self._kind = KINDS[self.plan.in_rows.dtype]
+        self._words, self._back = (
+            self._tokens.scaled() if isinstance(self._tokens, Row) else scaled_tokens(self._tokens)
+        )
+
+    def product(self, pieces: Sequence[Any], segment: int) -> Sums:
+        """x times code over the inputs of a segment, in units of the token's factor."""
+        return self._multiplied(self._segments[segment], lambda t, s: self._pairs(pieces[t], s))
+
+    def _pairs(self, words: Sequence[Any], step: int) -> Sequence[Any]:
+        """A step's codes: four of each of this lane's two rows."""
+        upper, lower = (self.w.float8_pairs(word, self._kind) for word in (words[step], words[step + 4]))
+        return upper[0], lower[0], upper[1], lower[1]
+
+    def finished(self, totals: Sums) -> Sums:
+        """Back to the scale of x."""
+        return [
+            [total * factor[e % 2] for e, total in enumerate(block)]
+            for block, factor in zip(totals, self._back, strict=True)
+        ]

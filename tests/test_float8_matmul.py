@@ -1,0 +1,156 @@
+"""The product with 8-bit floats in blocks: the Hopper kernel on a simulated warp and the card, dispatch, NaN."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from simulated_int4_warp import in_float64, relative_error, simulate
+
+from pallas_kernels import dispatch
+from pallas_kernels.float8_matmul import api, decode_blocks, float8_matmul
+from pallas_kernels.int4_matmul import mosaic
+from pallas_kernels.int4_matmul.packing_float8 import Float8Rows
+from pallas_kernels.int4_matmul.plan import Fusion, Schedule
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def make(shape: tuple[int, int], block: tuple[int, int], dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes of every size, subnormal ones too, scales, and the values in float64."""
+    rng = np.random.default_rng(sum(shape))
+    codes = np.arange(256, dtype=np.uint8).view(dtype)
+    codes = rng.choice(codes[np.isfinite(codes.astype(np.float32))], shape)
+    scales = rng.uniform(0.5, 2, (shape[0] // block[0], shape[1] // block[1])).astype(np.float32)
+    values = codes.astype(np.float64) * np.kron(scales, np.ones(block))
+    return codes, scales, values
+
+
+def tokens(rows: int, in_features: int) -> np.ndarray:
+    x = np.random.default_rng(rows).standard_normal((rows, in_features)).astype(np.float32)
+    return (x * 2.0 ** np.arange(rows)[:, None]).astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "block", "dtype", "schedule"),
+    [
+        (1, (256, 1024), (128, 128), E4M3, Schedule(4, 2, 2, 2, blocks=3, scaled=True)),
+        (3, (128, 512), (16, 128), E4M3, Schedule(4, 1, 2, 1, blocks=2, scaled=True)),
+        (13, (256, 640), (64, 128), E5M2, Schedule(4, 1, 1, 2, blocks=3, scaled=True)),  # a warp without inputs
+        (5, (128, 768), (128, 256), E4M3, Schedule(4, 2, 2, 2, blocks=4, scaled=True)),
+    ],
+)
+def test_kernel_on_simulated_warps(rows, shape, block, dtype, schedule) -> None:
+    codes, scales, values = make(shape, block, dtype)
+    x = tokens(rows, shape[1])
+    out = simulate(x, Float8Rows(codes, scales, None, shape, block[1]), schedule).sum(0)
+    assert relative_error(out, in_float64(x, values)) < 2e-7
+
+
+def test_surroundings_on_simulated_warps() -> None:
+    """A norm before, a gate and a residual behind, as around packed integers."""
+    codes, scales, values = make((256, 512), (128, 128), E4M3)
+    x, norm = tokens(2, 512), np.random.default_rng(1).uniform(0.5, 1.5, 512).astype(np.float32)
+    residual = np.random.default_rng(2).standard_normal((2, 128)).astype(np.float32)
+    schedule, fusion = Schedule(4, 1, 2, 2, blocks=2, scaled=True), Fusion(1e-5, gated=True, residual=True)
+    weight = Float8Rows(codes, scales / 4096, None, (256, 512), 128)
+    out = simulate(x, weight, schedule, fusion=fusion, norm=norm, residual=residual)[0]
+    wide = x.astype(np.float64)
+    root = 1 / np.sqrt((wide * wide).mean(1, keepdims=True) + 1e-5)
+    gate, up = np.split((wide * norm).astype(ml_dtypes.bfloat16).astype(np.float64) @ values.T / 4096 * root, 2, axis=1)
+    assert relative_error(out, gate / (1 + np.exp(-gate)) * up + residual) < 2e-6
+
+
+def test_a_code_that_is_no_number_is_none_in_the_result() -> None:
+    """0x7F is NaN in e4m3fn: bits that are only moved would make 480 of it."""
+    codes, scales, _ = make((128, 512), (128, 128), E4M3)
+    codes[7, 300] = np.uint8(0x7F).view(E4M3)
+    schedule = Schedule(4, 1, 2, 2, blocks=2, scaled=True)
+    out = simulate(tokens(2, 512), Float8Rows(codes, scales, None, (128, 512), 128), schedule).sum(0)
+    assert np.argwhere(np.isnan(out)).tolist() == [[0, 7], [1, 7]]
+
+
+type Abstract = jax.ShapeDtypeStruct
+
+
+def abstract(rows: int, shape: tuple[int, int]) -> tuple[Abstract, Abstract, Abstract]:
+    scales = jax.ShapeDtypeStruct((shape[0] // 128, shape[1] // 128), jnp.float32)
+    codes = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+    return jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16), codes, scales
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(1, (4096, 4096)), (16, (4096, 12288)), (64, (14336, 4096))])
+def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int]) -> None:
+    x, codes, scales = abstract(rows, shape)
+    weight = Float8Rows(codes, scales, None, shape, 128)
+    schedule = api.schedule_for(rows, weight, "NVIDIA H200")
+    product = functools.partial(mosaic.int4_matmul, schedule=schedule, out_dtype=jnp.dtype(jnp.bfloat16))
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        lowered = jax.jit(product).trace(x, weight).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+def reason(x: Abstract, codes: Abstract, scales: Abstract, **options) -> str:
+    """Why not mosaic."""
+    found: list[dispatch.Choice] = []
+
+    def product(*arrays):
+        found.extend(float8_matmul(*arrays, explain=True, **options))
+        return jnp.zeros(())
+
+    jax.eval_shape(product, x, codes, scales)
+    assert [choice.backend for choice in found] == ["mosaic", "reference"]
+    return "" if found[0].taken else found[0].reason
+
+
+def test_explain_says_why_not_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = abstract(4, (256, 512))
+    monkeypatch.setattr(api, "TAKEN_ROWS", 16)
+    assert reason(*arrays) == "this process has no GPU"
+    monkeypatch.setattr(dispatch, "hopper_refusal", lambda: None)
+    assert reason(*arrays) == ""
+    assert "not known to be faster with 17 rows" in reason(*abstract(17, (256, 512)))
+    assert "needs bfloat16" in reason(arrays[0].update(dtype=jnp.float32), *arrays[1:])
+    small = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    assert "blocks of a multiple of 16 outputs and of 128 inputs" in reason(*arrays[:2], small, block=(64, 64))
+    odd = jax.ShapeDtypeStruct((250, 512), jnp.float8_e4m3fn)
+    assert "do not divide (250, 512)" in reason(arrays[0], odd, arrays[2])
+    monkeypatch.setenv("JAXINFER_KERNELS", "reference")
+    assert reason(*arrays) == "reference was asked for"
+    monkeypatch.setenv("JAXINFER_KERNELS", "triton")  # which other products of the same model may have
+    assert reason(*arrays) == "reference was asked for"
+    monkeypatch.setenv("JAXINFER_KERNELS", "mosaic")
+    assert reason(*arrays) == ""
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, codes, scales = (jnp.zeros(array.shape, array.dtype) for array in abstract(2, (256, 512)))
+    with pytest.raises(ValueError, match=r"x has shape \(2, 511\); a weight of 512 in_features"):
+        float8_matmul(x[:, :-1], codes, scales)
+    with pytest.raises(ValueError, match=r"scales have shape \(2, 4\); \(256, 512\) in blocks of \(64, 128\) need"):
+        float8_matmul(x, codes, scales, block=(64, 128))
+    with pytest.raises(ValueError, match="cannot run on mosaic"):
+        float8_matmul(x, codes, scales, backend="mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(1, (4096, 4096)), (8, (1024, 14336)), (13, (6144, 4096)), (64, (256, 640))]
+)
+def test_kernel_on_the_gpu(rows: int, shape: tuple[int, int], dtype: type) -> None:
+    """Against float64; x in float16 has what bfloat16 has, codes are exact, and sums are float32."""
+    codes, scales, values = make(shape, (128, 128), dtype)
+    x = tokens(rows, shape[1])
+    product = jax.jit(functools.partial(float8_matmul, out_dtype=jnp.float32, backend="mosaic"))
+    device_codes, device_scales = jnp.asarray(codes), jnp.asarray(scales)
+    outs = [np.asarray(product(jnp.asarray(x), device_codes, device_scales)) for _ in range(3)]
+    expected = in_float64(x, values)
+    for token in range(rows):
+        assert relative_error(outs[0][token], expected[token]) < 1e-5
+    assert all(np.array_equal(outs[0], out) for out in outs)
+    assert np.isfinite(np.asarray(decode_blocks(device_codes, device_scales, (128, 128), jnp.float32))).all()
