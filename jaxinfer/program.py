@@ -79,14 +79,15 @@ def decoded_by_xla(weights: Any) -> bool:
     """Whether XLA decodes weights on their way into products: only its own GEMMs take that in."""
     layers = getattr(weights, "layers", ())  # drafts may have none
     products = [layer.__dict__[name] for layer in layers for name in LINEAR]
-    return any(_decoded(weight) for weight in [*products, getattr(weights, "lm_head", None)] if type(weight) in CODES)
+    return any(decoded(weight) for weight in [*products, getattr(weights, "lm_head", None)] if type(weight) in CODES)
 
 
-def _decoded(weight: Any) -> bool:
+def decoded(weight: Any) -> bool:
+    """`decoded_by_xla` of one weight of the `CODES`."""
     if isinstance(weight, StackedOutputs):
-        return any(_decoded(part) for part in weight.parts)
+        return any(decoded(part) for part in weight.parts)
     if isinstance(weight, PermutedInputs):
-        return _decoded(weight.weight)
+        return decoded(weight.weight)
     if isinstance(weight, PackedInt4 | PackedInt8):
         return weight.layout == "canonical"  # the kernels have layouts of their own
     return isinstance(weight, ScaledCodes | BlockCodes)

@@ -11,21 +11,22 @@ import jax.numpy as jnp
 from jaxinfer import kv_cache, tiers
 from jaxinfer.batch import PAGE_SIZE, Limits, bucket, pages_for, pool_pages
 from jaxinfer.config import ModelConfig
-from jaxinfer.decoder import Params
+from jaxinfer.decoder import LINEAR, Params
 from jaxinfer.model import dtype_with_copy, inspect
-from jaxinfer.params import random_params
 from jaxinfer.planning.result import MemoryPlan, fits_in
 from jaxinfer.planning.target import Target, target_for
 from jaxinfer.planning.temporaries import Temporaries, Work, compiled, estimate
 from jaxinfer.planning.weights import (
     Storage,
     abstract_params,
+    abstract_random_params,
     bytes_by_precision,
     loading_bytes,
     num_bytes,
     prompt_params,
 )
 from jaxinfer.prefill_copy import copied_bytes
+from jaxinfer.program import CODES, FEW_ROWS, decoded, decoded_by_xla
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.speculative.ngram import MAX_DRAFTED
 from jaxinfer.tier_pages import TierRules
@@ -84,7 +85,7 @@ def memory_plan(
     _check_sizes(config, context, batch)
     storage = Storage(weights_dtype, None if quantize is None else resolve(quantize), packed)
     if random_weights:
-        params = jax.eval_shape(lambda: random_params(config, weights_dtype, 0, plan=storage.plan))
+        params = abstract_random_params(config, storage, target)
     else:
         params = abstract_params(found.path, config, storage, target)
     weights, prompts = bytes_by_precision(params), params
@@ -147,7 +148,7 @@ def memory_plan(
         prefill=chosen.prefill,
         decode=chosen.decode,
         logits=chosen.logits,
-        compiling=_compiling_bytes(config, weights_dtype, work, target),
+        compiling=_compiling_bytes(config, params, prompts, weights_dtype, work, target),
         loading=loading,
         temporaries_from="compiler" if compile else "formula",
         largest_batch=_last(lambda rows: fits(rows, context), _doubled(1, MOST_ROWS)),
@@ -188,12 +189,24 @@ def _cache_bytes(models: Iterable[Loaded], rows: int, tokens: int, spare_tokens:
     return sum(num_bytes(jax.eval_shape(lambda model=model: allocate(model))) for model in models)
 
 
-def _compiling_bytes(config: ModelConfig, dtype: jnp.dtype, work: Work, target: Target) -> int:
-    """Operands and two results of the largest product, with which XLA compares kernels on a GPU."""
+def _compiling_bytes(
+    config: ModelConfig, params: Params, prompts: Params, dtype: jnp.dtype, work: Work, target: Target
+) -> int:
+    """Operands and two results of the largest product for which XLA compares kernels on a GPU.
+
+    It does in prefills of weights that it decodes itself, and in decode steps of few rows of all that are arrays;
+    everything else is cuBLAS' or a kernel of ours (`jaxinfer.program`), and one row is a sum.
+    """
     if target.backend == "cpu":
         return 0
-    tokens, inputs, out = work.prefill_rows * work.chunk, config.hidden_size, 2 * config.intermediate_size
-    return (tokens * inputs + inputs * out + 2 * tokens * out) * dtype.itemsize
+    products = []
+    if decoded_by_xla(prompts):
+        products.append((work.prefill_rows * work.chunk, 2 * config.intermediate_size, config.hidden_size))
+    if 1 < work.rows < FEW_ROWS:
+        head = params.embed_tokens if params.lm_head is None else params.lm_head
+        weights = [head, *(layer.__dict__[name] for layer in params.layers for name in LINEAR)]
+        products += [(work.rows, *weight.shape) for weight in weights if type(weight) not in CODES or decoded(weight)]
+    return max(((rows * (ins + 2 * out) + ins * out) * dtype.itemsize for rows, out, ins in products), default=0)
 
 
 def _doubled(first: int, last: int) -> Iterable[int]:

@@ -1,11 +1,11 @@
 """What the programs need beside weights and cache while they run: by a formula, or asked of XLA's compiler.
 
-The formula counts what is alive at the widest point of a layer, in numbers a token: h the hidden size, ff that of the
-MLP, q and kv those of all query and key heads. It was fitted to `memory_analysis()` of programs compiled for an H200.
+The formula counts what is alive at the widest points of a layer, in numbers a token. It was fitted to
+`memory_analysis()` of programs compiled for an H200.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,16 @@ import jax.numpy as jnp
 from jaxinfer import kv_cache, steps
 from jaxinfer.batch import MIN_PREFILL, PAGE_SIZE, Limits, bucket, pages_for, plan_prefill
 from jaxinfer.config import ModelConfig
-from jaxinfer.decoder import Params
+from jaxinfer.decoder import LayerParams, Params
 from jaxinfer.layers.attention import KEYS_AT_ONCE
+from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes
 from jaxinfer.loop import DecodeState, decode_chunk
 from jaxinfer.planning.weights import largest
+from jaxinfer.program import decoded_by_xla
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_state import build_sampling_state
+from pallas_kernels.int4_matmul import Packed
+from pallas_kernels.int4_matmul.mlp import gated_shapes_refusal
 from pallas_kernels.int4_matmul.wide_tuning import DEQUANTIZED_ROWS
 
 SORTED_LOGITS = 5
@@ -66,16 +70,15 @@ class Temporaries:
 
 
 def estimate(config: ModelConfig, params: Params, dtype: jnp.dtype, work: Work, backend: str) -> Temporaries:
-    """By the formula."""
+    """By the formula; `params` are the prompts'."""
     tokens, item = work.prefill_rows * work.chunk, dtype.itemsize
     hidden, ff = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     if backend == "cpu":
         widths = [hidden + 3 * ff, 2 * hidden]
     else:
-        # Where q and k have norms, the projections wait for the layer's end to be written to the cache.
-        waiting = 0 if config.qk_norm == "none" else q + 3 * kv
-        widths = [3 * hidden + 3 * ff + waiting, 3 * hidden + 2 * (q + 2 * kv)]
+        by_cublas = not decoded_by_xla(params)
+        widths = [width for layer in _kinds(params) for width in _layer_widths(config, layer, tokens, dtype, by_cublas)]
         if work.continues:
             widths.append(2 * hidden + 4 * q)
     most = tokens * item * max(widths)
@@ -85,14 +88,46 @@ def estimate(config: ModelConfig, params: Params, dtype: jnp.dtype, work: Work, 
         scores = tokens * config.num_heads * keys * (12 if backend == "cpu" else 4 + item)
         most = max(most, scores + tokens * item * 2 * hidden)
     out, inputs = largest(params)
-    if out and (backend == "cpu" or tokens >= DEQUANTIZED_ROWS):
-        most += out * inputs * item  # the weight that is decoded for cuBLAS
+    if out and backend == "cpu":
+        most += out * inputs * item  # the weight that is decoded
     logits = 4 * config.vocab_size
     decode = SORTED_LOGITS * work.rows * logits
     if backend == "cpu":  # gathers a layer's cache
         decode += 2 * work.rows * pages_for(work.context) * PAGE_SIZE * kv * item
     between = work.rows + (work.prefill_rows if work.prefill_rows < work.rows or work.continues else 0)
     return Temporaries(most, decode, between * logits)
+
+
+def _layer_widths(config: ModelConfig, layer: LayerParams, tokens: int, dtype: jnp.dtype, by_cublas: bool) -> list[int]:
+    """What is alive at the widest points of a layer on a GPU, in numbers a token: in attention and in the MLP.
+
+    `by_cublas`: the program leaves products to cuBLAS, which adds the residual where it writes one of plain weights.
+    """
+    hidden, ff = config.hidden_size, config.intermediate_size
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    sums = 4 // dtype.itemsize  # of 8-bit codes with a scale an output: products are float32 before it
+    rope = 2 * config.head_dim
+    widths = [rope + 3 * hidden + (2 * sums if isinstance(layer.qkv, ScaledCodes) else 2) * qkv]
+    if _is_gated_block(config, layer, tokens):
+        return [*widths, rope + 3 * hidden + ff]
+    if isinstance(layer.gate_up, ScaledCodes):
+        return [*widths, rope + 3 * hidden + (1 + 2 * sums) * ff]
+    widths.append(
+        rope + (1 if by_cublas and isinstance(layer.down, jax.ShapeDtypeStruct | jax.Array) else 3) * hidden + 3 * ff
+    )
+    if isinstance(layer.gate_up, Packed | PermutedInputs | BlockCodes) and tokens >= DEQUANTIZED_ROWS:
+        widths.append(rope + 3 * hidden + 2 * ff + 2 * ff * hidden // tokens)  # with the weight, decoded for cuBLAS
+    return widths
+
+
+def _is_gated_block(config: ModelConfig, layer: LayerParams, tokens: int) -> bool:
+    """Whether kernels do gate, up and down as one, as `layers.mlp.packed_mlp` asks them on the device itself."""
+    gate_up, down = layer.gate_up, layer.down
+    if not isinstance(gate_up, Packed) or not isinstance(down, Packed) or config.activation != "silu":
+        return False
+    if layer.gate_up_bias is not None or layer.down_bias is not None:
+        return False
+    return gate_up.layout == down.layout == "mosaic" and gated_shapes_refusal(tokens, gate_up, down) is None
 
 
 def compiled(
@@ -134,12 +169,21 @@ def representative_layers(config: ModelConfig, params: Params) -> list[int]:
     seen: dict[Any, int] = {}
     kept = []
     for index, layer in enumerate(config.layers):
-        leaves, structure = jax.tree.flatten(params.layers[index])
-        kind = (layer, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        kind = (layer, _weights_kind(params.layers[index]))
         seen[kind] = seen.get(kind, 0) + 1
         if seen[kind] <= 2:
             kept.append(index)
     return kept
+
+
+def _kinds(params: Params) -> Iterable[LayerParams]:
+    """One layer of each kind of weights."""
+    return {_weights_kind(layer): layer for layer in params.layers}.values()
+
+
+def _weights_kind(layer: LayerParams) -> Hashable:
+    leaves, structure = jax.tree.flatten(layer)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _outline(shape: Sequence[int], dtype: Any = jnp.int32) -> Any:

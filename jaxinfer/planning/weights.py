@@ -25,7 +25,16 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.packed_weights import PackedReader
-from jaxinfer.params import ParamSpec, ReadPacked, build, build_pieces, from_pieces, has_own_head, linear_names
+from jaxinfer.params import (
+    ParamSpec,
+    ReadPacked,
+    build,
+    build_pieces,
+    from_pieces,
+    has_own_head,
+    linear_names,
+    random_params,
+)
 from jaxinfer.planning.target import Target
 from jaxinfer.prefill_copy import with_copies
 from jaxinfer.quantization.plan import CALIBRATED, Plan, Precision
@@ -59,6 +68,16 @@ def abstract_params(path: pathlib.Path, config: ModelConfig, storage: Storage, t
         return _as_kept(Store(path), storage, target)
     with _packed_reader(path, config, storage, target) as read_packed:
         return build(config, lambda spec: _as_stored(spec, storage, target, read_packed), False)
+
+
+def abstract_random_params(config: ModelConfig, storage: Storage, target: Target) -> Params:
+    """Those that `load(random_weights=...)` makes on that device."""
+    params = jax.eval_shape(lambda: random_params(config, storage.dtype, 0, plan=storage.plan))
+    if target.is_here:
+        return params
+    return jax.tree.map(
+        lambda weight: _on_device(weight, target), params, is_leaf=lambda node: isinstance(node, Packed)
+    )
 
 
 def prompt_params(params: Params, config: ModelConfig, dtype: jnp.dtype) -> Params:
