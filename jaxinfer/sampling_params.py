@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.fields import refuse_unknown
+from jaxinfer.surrogates import not_unicode
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
@@ -187,6 +188,9 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not string:
             raise _error("stop", stop, "non-empty strings only; an empty one would stop at the first token")
+        problem = not_unicode(string)
+        if problem is not None:
+            raise ValueError(f"stop: {string!r} {problem}")
     return tuple(dict.fromkeys(strings))
 
 

@@ -338,6 +338,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ('{"messages": []}', "line 2: prompt is a string, token_ids a list of integers"),
         ('{"prompt": "A", "params": {"temprature": 0}}', "line 2: no sampling field 'temprature' (did you mean temper"),
         ('{"prompt": "A", "params": 3}', "line 2: params is 3"),
+        (
+            '{"prompt": "A", "params": {"stop": ["x\\ud800"]}}',
+            "line 2: stop: 'x\\ud800' is not Unicode: character 1 is '\\ud800'; it was made from bytes that are not",
+        ),
     ],
 )
 def test_bad_line_of_a_jsonl_file_is_named(run, tmp_path: pathlib.Path, line: str, expected: str) -> None:
@@ -547,6 +551,28 @@ def test_failed_answer_is_forgotten_or_ends_a_pipe(say) -> None:
     assert code == 0
     assert "error: not finite" in err
     assert say("DEF", "A")[1] == 1
+
+
+def test_a_message_that_is_not_unicode_is_named(say) -> None:
+    """Bytes that are not UTF-8, as Python reads them from a terminal of no locale."""
+    asked, code, _, err = say("A\udcff", "A", interactive=True)
+    assert (asked, code) == ([[A]], 0)
+    assert "error: the message is not Unicode: character 1 is '\\udcff'" in err
+    assert say("A\udcff", "A")[:2] == ([], 2)
+
+
+def test_a_chat_prompt_that_cannot_be_encoded_is_numbered(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ("A", "A\\ud800")
+    text = "".join(f'{{"messages": [{{"role": "user", "content": "{line}"}}]}}\n' for line in lines)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    code, out, err = run("generate", folder, "--jsonl")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: prompt 1: the text is not Unicode: character 1 is")
+
+
+def test_chat_of_a_pipe_that_is_not_utf8(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"A\xff\n"), encoding="utf-8"))
+    assert run("chat", folder) == (2, "", "error: standard input is not UTF-8 (invalid start byte at byte 1)\n")
 
 
 def test_chat_generates_until_the_context_is_full(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

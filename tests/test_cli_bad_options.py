@@ -61,6 +61,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("spec-bench {model} --prompts-file {out}/latin1", "latin1 is not UTF-8"),
         ("perplexity {model} {out}/latin1", "latin1 is not UTF-8"),
         ("generate {model} --prompts-file a\0b", "'a\\x00b' is no name of a file"),
+        # Half a surrogate pair is how Python has a byte of the command line that is not UTF-8.
+        ("generate {model} --prompt A --stop a\udcff", r"argument --stop: 'a\udcff' is not Unicode: character 1 is"),
+        ("generate {model} --prompt a\udcff", r"argument --prompt: 'a\udcff' is not Unicode"),
+        ("chat {model} --system a\udcff", r"argument --system: 'a\udcff' is not Unicode"),
+        ("score {model} --continuation a\udcff", r"argument --continuation: 'a\udcff' is not Unicode"),
+        ("spec-bench {model} --prompt a\udcff", r"argument --prompt: 'a\udcff' is not Unicode"),
         # What cannot be a model.
         ("info {out}/parrot.gguf", "architecture 'parrot'"),
         ("generate {out}/parrot.gguf --prompt A", "architecture 'parrot'"),

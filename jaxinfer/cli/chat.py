@@ -5,11 +5,12 @@ import contextlib
 import sys
 from collections.abc import Generator
 
-from jaxinfer.cli.options import loading, sampling_values
+from jaxinfer.cli.options import loading, not_utf8, sampling_values
 from jaxinfer.generation import stream
 from jaxinfer.model import load
 from jaxinfer.outputs import Delta
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.surrogates import not_unicode
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
@@ -40,6 +41,8 @@ def run(options: argparse.Namespace) -> int:
                 raise
             print(file=sys.stderr)
             continue
+        except UnicodeDecodeError as error:
+            raise not_utf8("-", error) from error
         if line == "/exit":
             return 0
         if line == "/reset":
@@ -49,6 +52,9 @@ def run(options: argparse.Namespace) -> int:
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:
+                problem = not_unicode(line)
+                if problem is not None:
+                    raise ValueError(f"the message {problem}")
                 answer = _answer(stream(model, model.tokenizer.apply_chat_template(asked), params), interactive)
             except ValueError as error:  # most likely the conversation has outgrown the context
                 if not interactive:

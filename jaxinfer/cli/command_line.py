@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jaxinfer
 from jaxinfer.cli.bench_options import add_bench
-from jaxinfer.cli.options import Parser, add_loading, add_model, add_sampling, integers
+from jaxinfer.cli.options import Parser, add_loading, add_model, add_sampling, integers, unicode_text
 from jaxinfer.cli.plan_options import add_plan
 from jaxinfer.cli.scoring_options import add_perplexity, add_score
 from jaxinfer.cli.sensitivity_options import add_sensitivity
@@ -62,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
     generate = commands["generate"]
     add_loading(generate, tiered=True)
     source = generate.add_mutually_exclusive_group()
-    source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeat it for several")
+    source.add_argument(
+        "--prompt", action="append", type=unicode_text, metavar="TEXT", help="a prompt; repeat it for several"
+    )
     source.add_argument(
         "--prompts-file",
         metavar="FILE",
@@ -75,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         help="the prompts file, or standard input without one, holds such objects, whatever its name",
     )
     generate.add_argument("--chat", action="store_true", help="give each prompt to the model's chat template")
-    generate.add_argument("--system", metavar="TEXT", help="system message for --chat")
+    generate.add_argument("--system", type=unicode_text, metavar="TEXT", help="system message for --chat")
     generate.add_argument("--json", action="store_true", help="print one JSON object for each prompt, nothing else")
     generate.add_argument("--quiet", action="store_true", help="no progress and no figures on standard error")
     generate.add_argument("--max-batch-size", type=int, default=64, metavar="N", help="completions run at once (64)")
@@ -83,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
     chat = commands["chat"]
     add_loading(chat, tiered=True)
-    chat.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
+    chat.add_argument("--system", type=unicode_text, metavar="TEXT", help="system message that opens the conversation")
     add_sampling(chat, leave_out=("n", "logprobs", "prompt_logprobs"), defaults={"max_tokens": 1024})
 
     pull = commands["pull"]
@@ -105,7 +107,9 @@ def parser() -> argparse.ArgumentParser:
         "--k", type=integers, default=[4], metavar="N", help="drafted tokens a step (4); several with commas: 2,4,8"
     )
     prompts = bench.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeat it for several")
+    prompts.add_argument(
+        "--prompt", action="append", type=unicode_text, metavar="TEXT", help="a prompt; repeat it for several"
+    )
     prompts.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; by default three of its own")
     bench.add_argument(
         "--lossy", choices=("top-k", "typical", "kl"), help="accept more than is exact; what that costs is shown"

@@ -188,7 +188,10 @@ def _prompt(model: Model, job: Job, index: int) -> Prompt:
     if job.messages is not None:
         if model.tokenizer is None:
             raise ValueError(f"prompt {index} is a chat, but {model.name} has no tokenizer; give token ids instead")
-        return model.tokenizer.apply_chat_template(job.messages)
+        try:
+            return model.tokenizer.apply_chat_template(job.messages)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
     assert job.text is not None
     return job.text
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from jaxinfer.quantization.plan import PRESETS
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.surrogates import not_unicode
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn", "int4")
@@ -159,9 +160,14 @@ def read_text(name: str) -> str:
     try:
         text = sys.stdin.read() if name == "-" else pathlib.Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
-        raise ValueError(f"{shown_name(name)} {problem}") from error
+        raise not_utf8(name, error) from error
     return text.removeprefix("\ufeff")
+
+
+def not_utf8(name: str, error: UnicodeDecodeError) -> ValueError:
+    """What to say of a file, or of standard input (`-`)."""
+    remedy = "" if name == "-" else "; save it as UTF-8"
+    return ValueError(f"{shown_name(name)} is not UTF-8 ({error.reason} at byte {error.start}){remedy}")
 
 
 def shown_name(name: str) -> str:
@@ -179,7 +185,7 @@ def _how(field: dataclasses.Field) -> dict[str, Any]:
     if field.type is float:
         return {"type": float, "metavar": "X"}
     if field.type == str | Sequence[str]:
-        return {"action": "append", "metavar": "TEXT"}
+        return {"action": "append", "type": unicode_text, "metavar": "TEXT"}
     if field.type == Sequence[int]:
         return {"action": "extend", "type": integers, "metavar": "ID[,ID...]"}
     if Mapping[int, float] in typing.get_args(field.type):
@@ -197,6 +203,14 @@ def _integer(text: str) -> int:
 def integers(text: str) -> list[int]:
     """A list with commas. Values separated by blanks would take the MODEL that follows for one of them."""
     return [_integer(word) for word in text.split(",")]
+
+
+def unicode_text(given: str) -> str:
+    """What is for the tokenizer. Names of files may hold anything, and texts may not."""
+    problem = not_unicode(given)
+    if problem is not None:
+        raise argparse.ArgumentTypeError(f"{given!r} {problem}")
+    return given
 
 
 def _optional_integer(text: str) -> int | None:

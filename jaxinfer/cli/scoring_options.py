@@ -2,11 +2,19 @@
 
 import argparse
 
+from jaxinfer.cli.options import unicode_text
+
 
 def add_score(parser: argparse.ArgumentParser) -> None:
     """One pair or several from the command line, or a file of them."""
-    parser.add_argument("--prompt", metavar="TEXT", help="the text before; empty if not given")
-    parser.add_argument("--continuation", action="append", metavar="TEXT", help="what to score; repeat it for several")
+    parser.add_argument("--prompt", type=unicode_text, metavar="TEXT", help="the text before; empty if not given")
+    parser.add_argument(
+        "--continuation",
+        action="append",
+        type=unicode_text,
+        metavar="TEXT",
+        help="what to score; repeat it for several",
+    )
     parser.add_argument(
         "--pairs-file",
         metavar="FILE",

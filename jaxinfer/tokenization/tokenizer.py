@@ -7,6 +7,7 @@ from typing import Any, SupportsIndex
 
 import tokenizers
 
+from jaxinfer.surrogates import not_unicode
 from jaxinfer.tokenization import chat_template as chat
 from jaxinfer.tokenization.token_bytes import TokenBytes
 
@@ -88,13 +89,9 @@ class Tokenizer:
         recognised. Raises ValueError for a text that is not Unicode (half a surrogate pair, which stands for bytes that
         were not UTF-8) and for one that the vocabulary has no tokens for.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text is not Unicode: character {error.start} is {text[error.start]!r}; "
-                "it was made from bytes that are not UTF-8"
-            ) from error
+        problem = not_unicode(text)
+        if problem is not None:
+            raise ValueError(f"the text {problem}")
         if self._prepare_text is not None:
             text = self._prepare_text(text)
         with backend_errors("the tokenizer cannot encode this text"):
