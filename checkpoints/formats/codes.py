@@ -13,9 +13,11 @@ from typing import Literal
 
 import numpy as np
 
-ELEMENTS_AT_ONCE = 1 << 18
-"""Codes that are one a byte at the same time: decoded to float32 they are 1 MB, which stays in a core's cache."""
+ELEMENTS_AT_ONCE = 1 << 19
+"""Codes that are one a byte at the same time: decoded to float32 they are 2 MB, which stays in a core's cache.
 
+Smaller pieces leave several threads waiting for Python.
+"""
 
 THREADS = min(4, os.cpu_count() or 1)
 """That decode pieces of a tensor side by side: NumPy works without Python's lock, and each takes a MB or two."""

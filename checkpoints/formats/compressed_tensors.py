@@ -81,7 +81,9 @@ def decode_packed(
         zeros, shift = np.ascontiguousarray(unpack(stored, bits)[:, :out_features].T), np.uint8(0)
 
     def rows(start: int, stop: int) -> Codes:
-        codes = take(packed[start:stop], bits)[:, :in_features] + shift
+        codes = take(packed[start:stop], bits)[:, :in_features]
+        if shift:
+            codes = codes + shift
         offsets = None if zeros is None else zeros[start:stop]
         return order.apply(Codes(codes, scales[start:stop], offsets, None, container, size))
 
