@@ -21,7 +21,9 @@ LOOP_ROUNDS, LOOP_CALLS = 64, 4
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """`table` is how many tokens the page table has room for, by default the context; `kv` is what pages hold."""
+    """`table` is how many tokens the page table has room for, by default the context; `kv` is what pages hold; `norm`
+    says whether the decode op normalises queries and keys. Ragged lengths start at `shortest`, by default a sixteenth
+    of the context."""
 
     batch: int
     context: int
@@ -33,6 +35,8 @@ class Shape:
     table: int = 0
     ragged: bool = False
     kv: str = "bfloat16"
+    shortest: int = 0
+    norm: bool = False
 
     @property
     def pages_per_row(self) -> int:
@@ -46,7 +50,8 @@ class Shape:
     def lengths(self) -> np.ndarray:
         if not self.ragged:
             return np.full(self.batch, self.context, np.int32)
-        return np.random.default_rng(0).integers(self.context // 16, self.context + 1, self.batch).astype(np.int32)
+        shortest = self.shortest or self.context // 16
+        return np.random.default_rng(0).integers(shortest, self.context + 1, self.batch).astype(np.int32)
 
     @property
     def bytes_read(self) -> int:
@@ -92,13 +97,14 @@ class Workload:
 type Op = Callable[..., tuple[jax.Array, list[jax.Array]]]
 
 
-def decode_op(plan: Plan) -> Op:
-    whole = decode_mosaic.DecodePlan(plan, plan.head_dim, False, None)
+def decode_op(plan: Plan, norm: bool = False) -> Op:
+    whole = decode_mosaic.DecodePlan(plan, plan.head_dim, False, 1e-6 if norm else None)
 
     @jax.jit
     def op(qkv, pools, table, lengths, rope):
         k_pages, v_pages, *scales = pools
-        step = (qkv, k_pages, v_pages, table, lengths - plan.tokens, rope, None, None, tuple(scales) or None)
+        norms = (jnp.ones(plan.head_dim),) * 2 if norm else None
+        step = (qkv, k_pages, v_pages, table, lengths - plan.tokens, rope, norms, None, tuple(scales) or None)
         out, *pools = decode_mosaic.decode_attention(*step, plan=whole)
         return out, pools
 

@@ -48,17 +48,21 @@ DECODE: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(16, 256), [{}, {"splits": 1, "warps": 8, "depth": 2}]),
     (Shape(64, 256), [{}]),
 ]
-# What speculation runs for one sequence: plain decoding and verification of a target, and a draft's passes.
-FEW_TILES = [
-    {},
-    *({"splits": splits, "warps": warps, "depth": 1} for splits, warps in ((8, 4), (4, 4), (2, 8), (4, 8))),
-]
+# What speculation runs: a draft's passes (16 query heads), verification and plain decoding of a target.
+DRAFT: dict[str, Any] = {"q_heads": 16, "norm": True}
+SIXTEEN: dict[str, Any] = {"batch": 16, "context": 640, "shortest": 130, "ragged": True, "table": 1024}
+STAGED = {"splits": 1, "warps": 8, "depth": 3, "staged": True}
 SHORT: list[tuple[Shape, list[dict[str, Any]]]] = [
-    (Shape(1, 256, table=400), FEW_TILES),
-    (Shape(1, 256, table=400, tokens=5), FEW_TILES),
-    (Shape(1, 256, table=400, q_heads=16), FEW_TILES),
-    (Shape(1, 256, table=400, q_heads=16, tokens=2), FEW_TILES[:3]),
-    (Shape(16, 256, table=400, tokens=5), [{}, {"splits": 1}]),
+    (Shape(1, 400, table=512, **DRAFT), [{}]),
+    (Shape(1, 400, table=512, tokens=2, **DRAFT), [{}, {"splits": 8, "warps": 4, "depth": 1}]),
+    (
+        Shape(1, 400, table=512, tokens=5, norm=True),
+        [{}, {"splits": 8, "warps": 4, "depth": 1, "most_halves": 1}, {"splits": 8, "warps": 4, "depth": 1}],
+    ),
+    (Shape(**SIXTEEN, **DRAFT), [{}, STAGED]),
+    (Shape(**SIXTEEN, **DRAFT, tokens=2), [{}, STAGED]),
+    (Shape(**SIXTEEN, norm=True), [{}, STAGED]),
+    (Shape(**SIXTEEN, norm=True, tokens=5), [{}, STAGED]),
 ]
 ATTENTION: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(64, 4096), [{}]),
@@ -86,7 +90,7 @@ def timing(
 ) -> None:
     shape = work.shape
     plan = shape.plan(**changes)
-    op, x = (decode_op(plan), work.qkv) if name == "decode_attention" else (attention_op(plan), work.q)
+    op, x = (decode_op(plan, shape.norm), work.qkv) if name == "decode_attention" else (attention_op(plan), work.q)
     us = kernel_us(work, op, x, junk)
     read = shape.bytes_read / us * 1e6
     metrics = {"us": (us, "us"), "tb_per_s": (read / 1e12, "TB/s"), "hbm_share": (read / rate, "")}
@@ -103,7 +107,7 @@ def loop_timing(recorder: Recorder, work: Workload) -> None:
 
 
 def case_of(name: str, shape: Shape, plan: Plan) -> dict[str, object]:
-    schedule = {field: getattr(plan, field) for field in ("splits", "warps", "depth")}
+    schedule = {field: getattr(plan, field) for field in ("splits", "warps", "depth", "most_halves", "staged")}
     return {"op": name} | dataclasses.asdict(shape) | schedule
 
 

@@ -41,6 +41,8 @@ class Case:
     splits: int | None = None
     warps: int | None = None
     depth: int | None = None
+    most_halves: int | None = None
+    staged: bool | None = None
 
     @property
     def batch(self) -> int:
@@ -63,7 +65,7 @@ class Case:
             kv=self.kv,
             **{name: getattr(self, name) for name in names},
         )
-        schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth")}
+        schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth", "most_halves", "staged")}
         return dataclasses.replace(plan, **{name: value for name, value in schedule.items() if value is not None})
 
     def decode_plan(self) -> decode_mosaic.DecodePlan:

@@ -27,6 +27,8 @@ class Cluster:
         self.smem = [np.full(smem_bytes // 4, np.nan, np.float32) for _ in range(blocks)]
         self.block_barriers = [threading.Barrier(warps, timeout=60) for _ in range(blocks)]
         self.cluster_barrier = threading.Barrier(blocks * warps, timeout=60)
+        self.sent = threading.Condition()
+        self.awaited = [0] * blocks  # bytes that are still to be sent to each block
 
 
 class SimulatedWarp:
@@ -35,6 +37,7 @@ class SimulatedWarp:
         self.warp = np.full(32, warp, np.int32)
         self.lane = LANE
         self.thread = LANE + 32 * self.warp
+        self.copies: list[list[tuple[np.ndarray, tuple[np.ndarray, ...]]]] = [[]]  # groups that are under way
 
     def const(self, value: float, kind: str = "f32") -> np.ndarray:
         return np.full(32, value, KINDS[kind])
@@ -169,6 +172,27 @@ class SimulatedWarp:
         got[:, :size] = np.where(predicate[:, None], ref[offset[:, None] + np.arange(size)], 0)
         return tuple(got.view(np.int32)[:, i] for i in range(max(1, size // 4)))
 
+    def copy_bytes(
+        self,
+        shared: np.ndarray,
+        ref: np.ndarray,
+        offset: np.ndarray,
+        size: int,
+        predicate: np.ndarray,
+        constant: int,
+    ) -> None:
+        assert size in (4, 8, 16)
+        self.copies[-1].append((shared, self.load_bytes(ref, offset, size, predicate, constant)))
+
+    def commit_copies(self) -> None:
+        self.copies.append([])
+
+    def wait_copies(self, under_way: int) -> None:
+        """What is copied arrives here, and not before."""
+        while len(self.copies) > under_way + 1:
+            for shared, words in self.copies.pop(0):
+                self.shared_store(shared, words)
+
     def load_scale(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray, constant: int) -> np.ndarray:
         return self._load(ref, offset + constant, 1, predicate)[0]
 
@@ -210,19 +234,39 @@ class SimulatedWarp:
         return tuple(smem[address // 4 + i] for i in range(count))
 
     def shared_store(
-        self,
-        address: np.ndarray,
-        values: Sequence[np.ndarray],
-        predicate: np.ndarray | None = None,
-        block: np.ndarray | None = None,
+        self, address: np.ndarray, values: Sequence[np.ndarray], predicate: np.ndarray | None = None
     ) -> None:
         keep = np.ones(32, bool) if predicate is None else predicate
+        self._store_to(np.full(32, self.block), address, values, keep)
+
+    def _store_to(self, block: np.ndarray, address: np.ndarray, values: Sequence[np.ndarray], keep: np.ndarray) -> None:
         assert (address[keep] % (4 * len(values)) == 0).all(), "unaligned shared write"
         assert (address[keep] >= 0).all()
         for lane in np.flatnonzero(keep):
-            smem = self.cluster.smem[self.block if block is None else block[lane]]
+            smem = self.cluster.smem[block[lane]]
             for i, value in enumerate(values):
                 smem.view(value.dtype)[address[lane] // 4 + i] = value[lane]
+
+    def open_inbox(self, barrier: int, num_bytes: np.ndarray) -> None:
+        assert barrier % 8 == 0 and barrier + 8 <= self.cluster.smem[self.block].nbytes, "no place for a barrier"
+        if self.warp[0] == 0:
+            self.cluster.awaited[self.block] = uniform(num_bytes)
+
+    def send(
+        self, address: np.ndarray, values: Sequence[np.ndarray], keep: np.ndarray, block: np.ndarray, barrier: int
+    ) -> None:
+        assert len(values) in (2, 4) and (address[keep] + 4 * len(values) <= barrier).all()
+        with self.cluster.sent:
+            self._store_to(block, address, values, keep)
+            for lane in np.flatnonzero(keep):
+                self.cluster.awaited[block[lane]] -= 4 * len(values)
+            self.cluster.sent.notify_all()
+
+    def wait_inbox(self, barrier: int) -> None:
+        del barrier
+        with self.cluster.sent:
+            assert self.cluster.sent.wait_for(lambda: self.cluster.awaited[self.block] <= 0, timeout=60)
+            assert self.cluster.awaited[self.block] == 0, "more was sent than expected"
 
     def loop(
         self, count: np.ndarray, carry: Sequence[Any], body: Callable[[np.ndarray, Sequence[Any]], Sequence[Any]]
@@ -237,7 +281,7 @@ class SimulatedWarp:
     def block_barrier(self) -> None:
         self.cluster.block_barriers[self.block].wait()
 
-    def cluster_arrive(self, release: bool) -> None:
+    def cluster_arrive(self) -> None:
         """Arriving and waiting come in pairs, so the whole barrier may stand where the wait is."""
 
     def cluster_wait(self) -> None:

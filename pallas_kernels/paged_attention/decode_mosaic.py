@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.merge import Outputs, Place, merge
+from pallas_kernels.paged_attention.merge import Outputs, Place, merge, start_merge
 from pallas_kernels.paged_attention.mosaic import launch
 from pallas_kernels.paged_attention.new_rows import NewRows
 from pallas_kernels.paged_attention.new_token import Arguments, DecodePlan, NewTokens
@@ -25,8 +25,7 @@ from pallas_kernels.paged_attention.warp import Warp
 def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, row_block: Any, split: Any) -> None:
     """What one warp does, with `w` a `Warp` or its NumPy twin; the indices are those of `mosaic.attend`."""
     attention = plan.attention
-    if attention.splits > 1:
-        w.cluster_arrive(release=False)
+    start_merge(w, attention, split)
     true = w.const(1, "i32") > 0
     position = w.load_i32(args.positions, row, true)
     place = Place(row, kv_head, row_block * attention.block_rows)
@@ -36,7 +35,7 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
     pages = [tiles.page(w.const(j, "i32")) for j in range(attention.depth)]
     tokens, rows = NewTokens(w, plan, args, place), NewRows(w, plan, args, place)
     rows.read_pages(length, (position > -1) & (split < 1) & (row_block < 1))
-    buffers = [tiles.read(j, pages[j]) for j in range(attention.depth)]
+    buffers = tiles.start(pages)
     tokens.stage()
     w.block_barrier()
     rows.write()

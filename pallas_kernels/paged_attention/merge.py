@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from pallas_kernels.paged_attention.plan import Plan
+from pallas_kernels.paged_attention.plan import TASK_BYTES, Plan
 from pallas_kernels.paged_attention.softmax import LOG2_E
 
 
@@ -25,12 +25,23 @@ class Place:
     first_row: Any
 
 
+def start_merge(w: Any, plan: Plan, split: Any) -> None:
+    """Says that this block runs and can be sent to: long before `merge` waits until all blocks do."""
+    if plan.splits > 1:
+        tasks = w.const(plan.share, "i32")
+        if plan.tasks % plan.splits:  # the last blocks finish fewer
+            left = w.const(plan.tasks, "i32") - split * plan.share
+            tasks = w.maximum(w.const(0, "i32"), w.select(left < plan.share, left, tasks))
+        w.open_inbox(plan.inbox_barrier, tasks * (plan.splits * TASK_BYTES))
+        w.cluster_arrive()
+
+
 def merge(w: Any, plan: Plan, outputs: Outputs, place: Place, split: Any) -> None:
     """Merges and writes; a task is four elements of one query row.
 
     The warps' partial results are in shared memory. In a cluster, each block adds up its own warps' and sends every
-    block the tasks that it finishes, so that after one barrier all reads are local and no block need outlive another.
-    The caller has called `w.cluster_arrive` when it started: all blocks run before anything is sent.
+    block the tasks that it finishes, so that all reads are local and no block need outlive another. The caller has
+    called `start_merge` when it started.
     """
     pieces = plan.head_dim // 4
 
@@ -38,7 +49,7 @@ def merge(w: Any, plan: Plan, outputs: Outputs, place: Place, split: Any) -> Non
         query, piece = task // pieces, task % pieces
         parts = []
         for warp in range(plan.warps):
-            part = w.const(plan.parts_start + warp * plan.part_bytes, "i32")
+            part = w.const(plan.warps_start + warp * plan.warp_bytes, "i32")
             statistics = w.shared_load(part + query * 8, 2, "f32")
             offset = query * plan.row_stride + piece * 16 + 8 * plan.block_rows
             parts.append((statistics, w.shared_load(part + offset, 4, "f32")))
@@ -58,10 +69,9 @@ def merge(w: Any, plan: Plan, outputs: Outputs, place: Place, split: Any) -> Non
         maximum, total, out = of_warps(task)
         owner = task // plan.share
         slot = split * plan.share + task % plan.share
-        w.shared_store(slot * 8 + plan.inbox_start, [maximum, total], valid, owner)
-        w.shared_store(slot * 16 + inbox_sums, out, valid, owner)
-    w.cluster_arrive(release=True)
-    w.cluster_wait()
+        w.send(slot * 8 + plan.inbox_start, [maximum, total], valid, owner, plan.inbox_barrier)
+        w.send(slot * 16 + inbox_sums, out, valid, owner, plan.inbox_barrier)
+    w.wait_inbox(plan.inbox_barrier)
     for start in range(0, plan.share, plan.threads):
         mine = w.thread + start
         task = split * plan.share + mine

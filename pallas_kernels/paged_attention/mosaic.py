@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.early_launch import take_turn
 from pallas_kernels.paged_attention.fragments import element_of
-from pallas_kernels.paged_attention.merge import Outputs, Place, merge
+from pallas_kernels.paged_attention.merge import Outputs, Place, merge, start_merge
 from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.softmax import Softmax
 from pallas_kernels.paged_attention.tiles import Pools, Tiles
@@ -41,14 +41,13 @@ def attend(w: Any, plan: Plan, args: Arguments, row: Any, kv_head: Any, row_bloc
 
     `row` is the sequence, `row_block` the block of its query rows, `split` the block's place in its cluster.
     """
-    if plan.splits > 1:
-        w.cluster_arrive(release=False)
+    start_merge(w, plan, split)
     length = w.load_i32(args.lengths, row, w.const(1, "i32") > 0)
     place = Place(row, kv_head, row_block * plan.block_rows)
     first_query = length - plan.tokens
     tiles = Tiles(w, plan, args.pools, args.page_table, row, kv_head, length, first_query, split)
     # Start the first tiles' reads, then bring the queries in while they fly.
-    buffers = [tiles.read(j, tiles.page(w.const(j, "i32"))) for j in range(plan.depth)]
+    buffers = tiles.start([tiles.page(w.const(j, "i32")) for j in range(plan.depth)])
     stage_queries(w, plan, args.q, place)
     w.block_barrier()
     softmax = Softmax(w, plan, first_query, place.first_row)

@@ -1,7 +1,6 @@
 """The new tokens of a decode step: their norms, rotation and codes, staged in shared memory."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.paged_attention.formats import FORMATS, SMALLEST_SCALE
@@ -52,23 +51,28 @@ class Arguments:
 
 @dataclasses.dataclass
 class Quad:
-    """Four elements of a head in one lane, two words, and what they are combined with."""
+    """Four elements of a head in one lane, as two words."""
 
-    head: Any
     piece: Any  # place in the head, in units of four elements
-    valid: Any
     words: list[Any]
     turns: Any = None  # inside the rotary dimensions of a query or key
-    second: Any = None  # in their second half
-    partner: list[Any] | None = None  # the other halves of the rotated pairs
     cos: Any = None
     sin: Any = None
-    weights: Any = None
-    partner_weights: Any = None
     codes: Any = None  # of a page: the four elements in a word, int4 with those that are head_dim / 2 further on
 
 
-HEADS = 8  # that a warp reads at the same time: a lane has about 20 registers for each, while tiles are under way
+@dataclasses.dataclass
+class Head:
+    """A head of the block: its number, what it is, and a lane's part of it."""
+
+    number: Any
+    exists: Any
+    is_query: Any
+    is_value: Any
+    quads: list[Quad]
+
+
+HEADS = 8  # that a warp reads at the same time: a lane has about 10 registers for each, while tiles are under way
 
 
 class NewTokens:
@@ -85,32 +89,42 @@ class NewTokens:
         self.queries = min(attention.rows, attention.block_rows)
         self.heads = self.queries + 2 * self.tokens
         self.pieces = attention.head_dim // 4
+        # A lane has the same pieces of every head: two of wide ones, whose tiles take twice the room.
+        self.lane_pieces = [w.lane + piece for piece in range(0, self.pieces, 32)]
         firsts = range(0, self.heads, attention.warps)
-        # Of wide heads a lane has two pieces, and their tiles take twice the room.
-        at_once = HEADS if self.pieces <= 32 else HEADS // 4
+        at_once = HEADS // len(self.lane_pieces) ** 2
         self.turns = [firsts[start : start + at_once] for start in range(0, len(firsts), at_once)]
-        self.first_turn = self._read_heads(self.turns[0])
+        # A single token's heads are all rotated by the same angles.
+        self.angles = [
+            self._angles(piece, place.row, self._constant(True)) for piece in self.lane_pieces if self.tokens == 1
+        ]
+        self.first_turn = [self._read(first) for first in self.turns[0]]
+        self.weights = [self._weights(piece) for piece in self.lane_pieces]
 
-    def _is_query(self, head: Any) -> Any:
-        return head < self.queries
+    def _constant(self, value: bool) -> Any:
+        return self.w.const(int(value), "i32") > 0
 
-    def _is_key(self, head: Any) -> Any:
-        return (head > self.queries - 1) & (head < self.queries + self.tokens)
+    def _at_least(self, first: int, limit: int) -> Any:
+        """Whether the warp's head number is `limit` or more; a constant where all warps, from `first` on, agree."""
+        if first >= limit or first + self.plan.attention.warps <= limit:
+            return self._constant(first >= limit)
+        return self.w.warp + first > limit - 1
 
-    def _is_value(self, head: Any) -> Any:
-        return head > self.queries + self.tokens - 1
+    def _read(self, first: int) -> Head:
+        w, args, place = self.w, self.args, self.place
+        attention, number = self.plan.attention, self.w.warp + first
+        yes, no = self._constant(True), self._constant(False)
 
-    def _read_heads(self, firsts: Sequence[int]) -> list[list[Quad]]:
-        w = self.w
-        return [[self._read(w.warp + first, w.lane + piece) for piece in range(0, self.pieces, 32)] for first in firsts]
+        def below(limit: int) -> Any:
+            return w.select(self._at_least(first, limit), no, yes)
 
-    def _read(self, head: Any, piece: Any) -> Quad:
-        w, plan, args, place = self.w, self.plan, self.args, self.place
-        attention, half = plan.attention, plan.rotary_dim // 2
-        is_query, d = self._is_query(head), piece * 4
-        valid = (piece < self.pieces) & (head < self.heads)
-        query, other = place.first_row + head, w.maximum(head - self.queries, w.const(0, "i32"))
-        inside = valid & (w.select(is_query, query, w.const(0, "i32")) < attention.rows)
+        exists, is_query, is_value = (
+            below(self.heads),
+            below(self.queries),
+            self._at_least(first, self.queries + self.tokens),
+        )
+        query, other = place.first_row + number, w.maximum(number - self.queries, w.const(0, "i32"))
+        inside = exists & (w.select(is_query, query, w.const(0, "i32")) < attention.rows)
         token = w.select(is_query, query // attention.group, other % self.tokens) + place.row * self.tokens
         source = w.select(
             is_query,
@@ -118,28 +132,32 @@ class NewTokens:
             (other // self.tokens) * attention.kv_heads + (place.kv_head + attention.q_heads),
         )
         start = (token * (attention.q_heads + 2 * attention.kv_heads) + source) * attention.head_dim
-        quad = Quad(head, piece, valid, list(w.load_words(args.qkv, start + d, 2, inside)))
-        partner = None
-        if plan.rotary_dim:
-            quad.turns = inside & (d < plan.rotary_dim) & (head < self.queries + self.tokens)
-            angle, count = d // 2, 2
-            if not plan.interleaved:
-                quad.second = d > half - 1
-                angle, count = w.select(quad.second, d - half, d), 4
-                partner = w.select(quad.second, d - half, d + half)
-                quad.partner = list(w.load_words(args.qkv, start + partner, 2, quad.turns))
-            quad.cos = w.load_floats(args.cos, token * half + angle, count, quad.turns)
-            quad.sin = w.load_floats(args.sin, token * half + angle, count, quad.turns)
-        if plan.norm_eps is not None:
-            quad.weights = self._weights(head, d, inside)
-            if partner is not None:
-                quad.partner_weights = self._weights(head, partner, quad.turns)
-        return quad
+        head = Head(number, exists, is_query, is_value, [])
+        for at, piece in enumerate(self.lane_pieces):
+            valid = inside & (piece < self.pieces)
+            quad = Quad(piece, list(w.load_words(args.qkv, start + piece * 4, 2, valid)))
+            if self.plan.rotary_dim:
+                quad.turns = w.select(is_value, no, piece * 4 < self.plan.rotary_dim)
+                quad.cos, quad.sin = self.angles[at] if self.angles else self._angles(piece, token, inside)
+            head.quads.append(quad)
+        return head
 
-    def _weights(self, head: Any, d: Any, valid: Any) -> list[Any]:
-        of_query = self.w.load_floats(self.args.q_norm, d, 4, valid & self._is_query(head))
-        of_key = self.w.load_floats(self.args.k_norm, d, 4, valid & self._is_key(head))
-        return [a + b for a, b in zip(of_query, of_key, strict=True)]  # one of the two reads as zero
+    def _angles(self, piece: Any, token: Any, inside: Any) -> tuple[Any, Any]:
+        """Cosines and sines of a token's pairs that a piece is in; zero outside the rotary dimensions."""
+        w, args, half = self.w, self.args, self.plan.rotary_dim // 2
+        if not half:
+            return (), ()
+        d = piece * 4
+        angle, count = (d // 2, 2) if self.plan.interleaved else (w.select(d > half - 1, d - half, d), 4)
+        turns = inside & (d < 2 * half)
+        return tuple(w.load_floats(x, token * half + angle, count, turns) for x in (args.cos, args.sin))
+
+    def _weights(self, piece: Any) -> tuple[Any, Any]:
+        """Of the norms of queries and of keys."""
+        if self.plan.norm_eps is None:
+            return (), ()
+        valid = piece < self.pieces
+        return tuple(self.w.load_floats(x, piece * 4, 4, valid) for x in (self.args.q_norm, self.args.k_norm))
 
     def stage(self) -> None:
         """Normalises and rotates, rounding to bfloat16 after each, and writes the results to shared memory.
@@ -147,50 +165,56 @@ class NewTokens:
         Query rows that do not exist keep what was there: their sums are never written.
         """
         for turn, firsts in enumerate(self.turns):
-            for quads in self._read_heads(firsts) if turn else self.first_turn:
-                self._stage_head(quads)
+            for head in [self._read(first) for first in firsts] if turn else self.first_turn:
+                self._stage_head(head)
 
-    def _stage_head(self, quads: list[Quad]) -> None:
+    def _stage_head(self, head: Head) -> None:
         if self.plan.norm_eps is not None:
-            self._normalise(quads)
-        for quad in quads:
-            if self.plan.rotary_dim:
-                self._rotate(quad)
+            self._normalise(head)
+        if self.plan.rotary_dim:
+            self._rotate(head)
         if self.plan.attention.quantised:
-            self._quantise(quads)
-        for quad in quads:
-            self._store(quad)
+            self._quantise(head)
+        for quad in head.quads:
+            self._store(head, quad)
 
-    def _normalise(self, quads: list[Quad]) -> None:
+    def _normalise(self, head: Head) -> None:
         w = self.w
         squares = w.const(0.0)
-        for x in self._floats([word for quad in quads for word in quad.words]):
+        for x in self._floats([word for quad in head.quads for word in quad.words]):
             squares = squares + x * x
         for mask in (1, 2, 4, 8, 16):
             squares = squares + w.shuffle_xor(squares, mask)
         inverse = w.rsqrt(squares * (1.0 / self.plan.attention.head_dim) + self.plan.norm_eps)
+        for quad, weights in zip(head.quads, self.weights, strict=True):
+            of_head = [w.select(head.is_query, a, b) for a, b in zip(*weights, strict=True)]
+            normalised = self._packed([x * inverse * g for x, g in zip(self._floats(quad.words), of_head, strict=True)])
+            quad.words = [w.select(head.is_value, a, b) for a, b in zip(quad.words, normalised, strict=True)]
 
-        def scaled(words: list[Any], weights: list[Any]) -> list[Any]:
-            return self._packed([x * inverse * g for x, g in zip(self._floats(words), weights, strict=True)])
-
-        for quad in quads:
-            normalised, is_value = scaled(quad.words, quad.weights), self._is_value(quad.head)
-            quad.words = [w.select(is_value, a, b) for a, b in zip(quad.words, normalised, strict=True)]
-            if quad.partner is not None:
-                quad.partner = scaled(quad.partner, quad.partner_weights)
-
-    def _rotate(self, quad: Quad) -> None:
+    def _rotate(self, head: Head) -> None:
         w = self.w
-        x = self._floats(quad.words)
-        if quad.partner is None:
-            other, cos, sin = [x[1], x[0], x[3], x[2]], [*quad.cos[:1] * 2, *quad.cos[1:] * 2], []
-            for s in quad.sin:
-                sin += [0.0 - s, s]
-        else:
-            other, cos = self._floats(quad.partner), quad.cos
-            sin = [w.select(quad.second, s, 0.0 - s) for s in quad.sin]
-        turned = self._packed([a * c + b * s for a, b, c, s in zip(x, other, cos, sin, strict=True)])
-        quad.words = [w.select(quad.turns, a, b) for a, b in zip(turned, quad.words, strict=True)]
+        partners = [None if self.plan.interleaved else self._partner(head, quad) for quad in head.quads]
+        for quad, partner in zip(head.quads, partners, strict=True):
+            x = self._floats(quad.words)
+            if partner is None:
+                other, cos, sin = [x[1], x[0], x[3], x[2]], [*quad.cos[:1] * 2, *quad.cos[1:] * 2], []
+                for s in quad.sin:
+                    sin += [0.0 - s, s]
+            else:
+                other, cos = self._floats(partner), quad.cos
+                second = quad.piece * 8 > self.plan.rotary_dim - 1
+                sin = [w.select(second, s, 0.0 - s) for s in quad.sin]
+            turned = self._packed([a * c + b * s for a, b, c, s in zip(x, other, cos, sin, strict=True)])
+            quad.words = [w.select(quad.turns, a, b) for a, b in zip(turned, quad.words, strict=True)]
+
+    def _partner(self, head: Head, quad: Quad) -> list[Any]:
+        """The other halves of the pairs that a lane's four elements are in: another lane has them."""
+        w, distance = self.w, self.plan.rotary_dim // 8
+        piece = w.select(quad.piece > distance - 1, quad.piece - distance, quad.piece + distance)
+        found = [[w.shuffle(word, piece % 32) for word in of_lane.words] for of_lane in head.quads]
+        if len(found) == 1:
+            return found[0]
+        return [w.select(piece < 32, a, b) for a, b in zip(*found, strict=True)]
 
     def _floats(self, words: list[Any]) -> list[Any]:
         return [x for word in words for x in self.w.unpack_bf16(word)]
@@ -198,9 +222,9 @@ class NewTokens:
     def _packed(self, x: list[Any]) -> list[Any]:
         return [self.w.pack_bf16(x[0], x[1]), self.w.pack_bf16(x[2], x[3])]
 
-    def _quantise(self, quads: list[Quad]) -> None:
+    def _quantise(self, head: Head) -> None:
         """The head's codes and scale, as `formats.quantise` gives them; those of queries are not used."""
-        w, attention = self.w, self.plan.attention
+        w, attention, quads = self.w, self.plan.attention, head.quads
         form = FORMATS[attention.kv]
         largest = w.const(0.0)
         for x in self._floats([word for quad in quads for word in quad.words]):
@@ -217,12 +241,8 @@ class NewTokens:
             codes = [((quad.codes & 0x0F0F0F0F) + 0x08080808) & 0x0F0F0F0F for quad in quads]
             for i, quad in enumerate(quads):
                 quad.codes = codes[i] + self._further(codes, i) * 16
-        head = quads[0].head
-        w.shared_store(
-            (head - self.queries) * 4 + self.plan.scales_start,
-            [scale],
-            (head > self.queries - 1) & quads[0].valid & (w.lane < 1),
-        )
+        is_new = head.exists & (head.number > self.queries - 1)
+        w.shared_store((head.number - self.queries) * 4 + self.plan.scales_start, [scale], is_new & (w.lane < 1))
 
     def _further(self, codes: list[Any], i: int) -> Any:
         """What the lane with the piece that is head_dim / 2 after this lane's has; anything in the upper half."""
@@ -231,20 +251,20 @@ class NewTokens:
             return codes[min(i + distance // 32, len(codes) - 1)]
         return self.w.shuffle(codes[0], (self.w.lane + distance) % 32)
 
-    def _store(self, quad: Quad) -> None:
+    def _store(self, head: Head, quad: Quad) -> None:
         """Queries as `mosaic.stage_queries` lays them out; keys and values as rows of a page."""
-        w, attention = self.w, self.plan.attention
-        head = quad.head
+        w, attention, number = self.w, self.plan.attention, head.number
         step, lane = step_of(w, attention, quad.piece * 4)
-        tile = (head // 16) * (32 * attention.head_dim)
-        address = tile + (step * 32 + (head % 8) * 4 + lane) * 16 + ((head % 16) // 8) * 4
-        is_query = quad.valid & self._is_query(head)
+        tile = (number // 16) * (32 * attention.head_dim)
+        address = tile + (step * 32 + (number % 8) * 4 + lane) * 16 + ((number % 16) // 8) * 4
+        inside = quad.piece < self.pieces
+        is_query = inside & head.is_query
         words = [query_word(w, attention, word) for word in quad.words]
         w.shared_store(address, words[:1], is_query)
         w.shared_store(address + 8, words[1:], is_query)
-        row = (head - self.queries) * attention.row_bytes + self.plan.new_rows_start
+        row = (number - self.queries) * attention.row_bytes + self.plan.new_rows_start
         stored, size = ([quad.codes], 4) if attention.quantised else (quad.words, 8)
-        in_row = quad.valid & (head > self.queries - 1)
+        in_row = inside & head.exists & (number > self.queries - 1)
         if attention.kv == "int4":  # only the pieces of the lower half of a head have words of their own
             in_row = in_row & (quad.piece < self.pieces // 2)
         w.shared_store(row + quad.piece * size, stored, in_row)

@@ -4,6 +4,7 @@ import dataclasses
 
 KEYS = 16  # keys of a tile: the depth of one mma
 MULTIPROCESSORS = 132  # of an H100 and an H200
+TASK_BYTES = 24  # of a partial result of one task: maximum, sum and four weighted sums
 ROOM = 640  # of 8-row halves times (head_dim + 32): what a thread's 255 registers hold of sums and statistics
 
 
@@ -34,7 +35,9 @@ class Plan:
     """Shapes and options of a call, and its schedule.
 
     `kv` is what pages hold: bfloat16, or a format of `formats.py`. `splits` blocks of `warps` warps share one
-    (sequence, KV head, block of query rows); each warp keeps `depth` tiles of 16 keys in flight.
+    (sequence, KV head, block of query rows); each warp keeps `depth` tiles of 16 keys in flight. `most_halves` limits
+    the rows of a block, in units of 8, below what fits in registers. `staged` tiles are kept in shared memory until
+    they are used, not in registers, so that there can be more of them.
     """
 
     batch: int
@@ -52,6 +55,8 @@ class Plan:
     splits: int = 8
     warps: int = 8
     depth: int = 2
+    most_halves: int | None = None
+    staged: bool = False
 
     @property
     def group(self) -> int:
@@ -65,7 +70,8 @@ class Plan:
     @property
     def row_blocks(self) -> int:
         """Blocks that the rows are dealt to; each reads the cache once. One as long as the sums fit in registers."""
-        return -(-self.rows // (8 * max(2, ROOM // (self.head_dim + 32))))
+        fit = max(2, ROOM // (self.head_dim + 32))
+        return -(-self.rows // (8 * min(fit, self.most_halves or fit)))
 
     @property
     def halves(self) -> int:
@@ -161,17 +167,31 @@ class Plan:
         return self.block_rows * (8 + self.row_stride)
 
     @property
-    def parts_start(self) -> int:
+    def tile_bytes(self) -> int:
+        """Keys and values of a tile."""
+        return 2 * KEYS * self.row_bytes
+
+    @property
+    def warp_bytes(self) -> int:
+        """A warp's own: tiles that are under way, and when these are done its partial result."""
+        return max(self.part_bytes, self.depth * self.tile_bytes if self.staged else 0)
+
+    @property
+    def warps_start(self) -> int:
         return 32 * self.head_dim * self.row_tiles
 
     @property
     def inbox_start(self) -> int:
-        return self.parts_start + self.warps * self.part_bytes
+        return self.warps_start + self.warps * self.warp_bytes
+
+    @property
+    def inbox_barrier(self) -> int:
+        """The inbox holds (maximum, sum) and then four sums of `share` tasks from each block of the cluster."""
+        return self.inbox_start + self.splits * self.share * TASK_BYTES
 
     @property
     def smem_bytes(self) -> int:
-        """The inbox holds (maximum, sum) and then four sums of `share` tasks from each block of the cluster."""
-        return self.inbox_start + (self.splits * self.share * 24 if self.splits > 1 else 0)
+        return self.inbox_barrier + 16 if self.splits > 1 else self.inbox_start
 
 
 def plan_for(

@@ -61,8 +61,10 @@ class Softmax:
         )
 
     def over(self, tiles: Tiles, buffers: list[Any], state: Any) -> Any:
-        """The state after all of the warp's tiles, the first `depth` of which are in `buffers` already."""
+        """The state after all of the warp's tiles, the first `depth` of which `tiles.start` has begun to read."""
         w, plan = self.w, self.plan
+        if plan.staged:
+            return self._over_staged(tiles, state)
         pages = [tiles.page(w.const(plan.depth + j, "i32")) for j in range(plan.depth)]
         carry, structure = jax.tree.flatten((state, buffers, pages))
 
@@ -82,6 +84,22 @@ class Softmax:
 
         carry = w.loop((tiles.count + (plan.depth - 1)) // plan.depth, carry, body)
         return jax.tree.unflatten(structure, carry)[0]
+
+    def _over_staged(self, tiles: Tiles, state: Any) -> Any:
+        w, depth = self.w, self.plan.depth
+        carry, structure = jax.tree.flatten((state, tiles.page(w.const(depth, "i32"))))
+
+        def body(i: Any, carry: Any) -> Any:
+            state, page = jax.tree.unflatten(structure, carry)
+            place, ahead = i % depth, i + depth
+            w.wait_copies(depth - 1)
+            state = self.update(state, tiles.take(place), tiles.first_key(i), self.last_keys)
+            tiles.copy(ahead, page, place)
+            return jax.tree.flatten((state, tiles.page(ahead + 1)))[0]
+
+        state, _ = jax.tree.unflatten(structure, w.loop(tiles.count, carry, body))
+        w.wait_copies(0)  # of nothing, but into where the partial result goes
+        return state
 
     def update_if(self, condition: Any, state: Any, buffer: Any, first_key: Any) -> Any:
         flat, structure = jax.tree.flatten(state)
@@ -172,7 +190,7 @@ class Softmax:
         """Writes this warp's partial result to its place in shared memory."""
         w, plan = self.w, self.plan
         maxima, sums, outs = state
-        part = w.warp * plan.part_bytes + plan.parts_start
+        part = w.warp * plan.warp_bytes + plan.warps_start
         for half in range(plan.halves):
             total = sums[half]
             for mask in (1, 2):

@@ -1,10 +1,12 @@
 """Which tiles of keys and values a warp works through, and how it reads them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.paged_attention.plan import KEYS, Plan
 
+KEY_STEPS = (0, 8)  # keys of a tile that a lane has words of, from `group` on
 VALUE_STEPS = (0, 1, 8, 9)  # keys of a tile whose values, weights and scales a lane has, from 2 * quad on
 
 
@@ -64,27 +66,24 @@ class Tiles:
         slot = self.first_key(i) // self.plan.page_size
         return self.w.load_i32(self.page_table, self.page_table_row + slot, slot < self.plan.pages_per_row)
 
+    def start(self, pages: list[Any]) -> list[Any]:
+        """Starts the reads of the first `depth` tiles; returns their words, where these are kept in registers."""
+        places = range(self.plan.depth)
+        if not self.plan.staged:
+            return [self.read(j, pages[j]) for j in places]
+        for j in places:
+            self.copy(j, pages[j], self.w.const(j, "i32"))
+        return []
+
     def read(self, i: Any, page: Any) -> tuple[Any, Any, Any, Any]:
         """Starts the reads of tile i: words of keys [2 halves][chunk] and values [4 keys][chunk], and with scales
         those of the keys and values [4 keys], in the order of the values.
 
         Positions from `length` on read as zero.
         """
-        w, plan, pools = self.w, self.plan, self.pools
-        key = self.first_key(i)
-        block = w.wide(page * plan.kv_heads + self.kv_head) * plan.page_size + w.wide(key % plan.page_size)
-        tile = block * plan.row_bytes
-        own = key - self.length
+        w, pools = self.w, self.pools
+        block, own = self._block(i, page)
         value = self.quad * 2  # this lane's values are this one and those after it in VALUE_STEPS
-
-        def words(pages: Any, first: Any, step: int, chunks: list[tuple[int, int]], lane: Any) -> list[Any]:
-            valid = own + first < -step
-            got = []
-            for start, size in chunks:
-                # Lanes are `size` bytes apart; chunks of one size share an address.
-                offset = tile + w.wide(first * plan.row_bytes + lane * size)
-                got.append(w.load_bytes(pages, offset, size, valid, step * plan.row_bytes + start))
-            return got
 
         def scales(pool: Any) -> list[Any]:
             if pool is None:
@@ -92,7 +91,66 @@ class Tiles:
             offset = block + w.wide(value)
             return [w.load_scale(pool, offset, own + value < -step, step) for step in VALUE_STEPS]
 
-        keys = [words(pools.k_pages, self.group, step, plan.key_chunks, self.quad) for step in (0, 8)]
-        k_scales = scales(pools.k_scales)
-        values = [words(pools.v_pages, value, step, plan.value_chunks, self.group) for step in VALUE_STEPS]
-        return keys, values, k_scales, scales(pools.v_scales)
+        def words(pages: Any, offset: Any, size: int, valid: Any, constant: int) -> Any:
+            return w.load_bytes(pages, offset, size, valid, constant)
+
+        keys, values = self._each_chunk(block, own, words)
+        return keys, values, scales(pools.k_scales), scales(pools.v_scales)
+
+    def copy(self, i: Any, page: Any, place: Any) -> None:
+        """Starts copies of what `read` reads to the warp's `place` in shared memory: to each lane its own words."""
+        w, at = self.w, 0
+
+        def words(pages: Any, offset: Any, size: int, valid: Any, constant: int) -> None:
+            nonlocal at
+            w.copy_bytes(self._staged(place, at, size), pages, offset, size, valid, constant)
+            at += 32 * size
+
+        self._each_chunk(*self._block(i, page), words)
+        w.commit_copies()
+
+    def take(self, place: Any) -> tuple[Any, Any, Any, Any]:
+        """The words of the tile at `place`, in the form of `read`. Its copies must have come."""
+        w, plan, at = self.w, self.plan, 0
+
+        def words(size: int) -> Any:
+            nonlocal at
+            got = w.shared_load(self._staged(place, at, size), size // 4, "i32")
+            at += 32 * size
+            return got
+
+        keys = [[words(size) for _, size in plan.key_chunks] for _ in KEY_STEPS]
+        values = [[words(size) for _, size in plan.value_chunks] for _ in VALUE_STEPS]
+        return keys, values, [], []
+
+    def _staged(self, place: Any, at: int, size: int) -> Any:
+        w, plan = self.w, self.plan
+        return w.warp * plan.warp_bytes + place * plan.tile_bytes + w.lane * size + (plan.warps_start + at)
+
+    def _block(self, i: Any, page: Any) -> tuple[Any, Any]:
+        """Tile i's first row in the pools, and its first key's place relative to the sequence's end."""
+        w, plan, key = self.w, self.plan, self.first_key(i)
+        block = w.wide(page * plan.kv_heads + self.kv_head) * plan.page_size + w.wide(key % plan.page_size)
+        return block, key - self.length
+
+    def _each_chunk(self, block: Any, own: Any, words: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
+        """words(pages, offset, size, valid, constant) of each chunk of this lane's keys and values."""
+        w, plan = self.w, self.plan
+        tile = block * plan.row_bytes
+
+        def of_row(pages: Any, first: Any, step: int, chunks: list[tuple[int, int]], lane: Any) -> list[Any]:
+            # Lanes are `size` bytes apart; chunks of one size share an address.
+            return [
+                words(
+                    pages,
+                    tile + w.wide(first * plan.row_bytes + lane * size),
+                    size,
+                    own + first < -step,
+                    step * plan.row_bytes + start,
+                )
+                for start, size in chunks
+            ]
+
+        k_pages, v_pages, value = self.pools.k_pages, self.pools.v_pages, self.quad * 2
+        keys = [of_row(k_pages, self.group, step, plan.key_chunks, self.quad) for step in KEY_STEPS]
+        return keys, [of_row(v_pages, value, step, plan.value_chunks, self.group) for step in VALUE_STEPS]

@@ -108,6 +108,24 @@ class Warp(WordInstructions):
         address = self._address(ref, offset, 1)
         return self._load_global(address, size, predicate, ".nc.L1::no_allocate", "b32", constant)
 
+    def copy_bytes(
+        self, shared: Value, ref: ir.Value, offset: Value, size: int, predicate: Value, constant: int
+    ) -> None:
+        """Starts to copy what `load_bytes` reads, 4, 8 or 16 bytes, to address `shared` of this block's scratch."""
+        cache = "cg" if size == 16 else "ca"
+        ptx = f"cp.async.{cache}.shared.global [$0], [$1 + {constant}], {size}, $2;"
+        count = self.select(predicate, self.const(size, "i32"), self.const(0, "i32"))
+        places = arith.addi(self._shared_base(), shared.ir), self._address(ref, offset, 1)
+        mgpu_utils.inline_ptx(ptx, *places, count.ir)
+
+    def commit_copies(self) -> None:
+        """Makes one group of the copies that this lane has started since the last."""
+        mgpu_utils.inline_ptx("cp.async.commit_group;")
+
+    def wait_copies(self, under_way: int) -> None:
+        """Waits until no more than the last `under_way` groups of this lane's copies are on their way."""
+        mgpu_utils.inline_ptx(f"cp.async.wait_group {under_way};")
+
     def load_scale(self, ref: ir.Value, offset: Value, predicate: Value, constant: int) -> Value:
         """float32 element `offset + constant`; zero where the predicate is false."""
         return self._load_global(self._address(ref, offset, 4), 4, predicate, ".nc", "f32", 4 * constant)[0]
@@ -179,21 +197,41 @@ class Warp(WordInstructions):
         got = mgpu_utils.inline_ptx(ptx, address_ir, result_types=[ir_type(kind)] * count, has_side_effects=True)
         return tuple(Value(v) for v in got)
 
-    def shared_store(
-        self, address: Value, values: Sequence[Value], predicate: Value | None = None, block: Value | None = None
-    ) -> None:
-        """Values to this block's scratch, or to that of block `block` of the cluster (which may differ by lane)."""
-        base, space = self._shared_base(), "shared"
-        if block is not None:
-            mapa = "mapa.shared::cluster.u32 $0, $1, $2;"
-            base = mgpu_utils.inline_ptx(mapa, base, block.ir, result_types=ir_type("i32"))
-            space = "shared::cluster"
+    def shared_store(self, address: Value, values: Sequence[Value], predicate: Value | None = None) -> None:
+        """Values to this block's scratch."""
         suffix = "f32" if values[0].is_float else "b32"
         names = ", ".join(f"${i + 1}" for i in range(len(values)))
         vector, names = (f".v{len(values)}", f"{{{names}}}") if len(values) > 1 else ("", names)
-        ptx = f"st.{space}{vector}.{suffix} [$0], {names};"
-        operands = [arith.addi(base, address.ir), *[v.ir for v in values]]
+        ptx = f"st.shared{vector}.{suffix} [$0], {names};"
+        operands = [arith.addi(self._shared_base(), address.ir), *[v.ir for v in values]]
         mgpu_utils.inline_ptx(ptx, *operands, predicate=None if predicate is None else predicate.ir)
+
+    # Between the blocks of a cluster. A block's inbox has a barrier of 8 bytes, which counts the bytes that came: a
+    # sender needs no fence. The release of a cluster barrier is one for the whole card (MEMBAR.ALL.GPU).
+    def open_inbox(self, barrier: int, num_bytes: Value) -> None:
+        """Lets `num_bytes` be sent to this block, once `cluster_arrive` and `cluster_wait` followed in all blocks."""
+        address, first = arith.addi(self._shared_base(), self.const(barrier, "i32").ir), (self.thread < 1).ir
+        mgpu_utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", address, predicate=first)
+        expect = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
+        mgpu_utils.inline_ptx(expect, address, num_bytes.ir, predicate=first)
+        mgpu_utils.inline_ptx("fence.mbarrier_init.release.cluster;")
+
+    def send(self, address: Value, values: Sequence[Value], predicate: Value, block: Value, barrier: int) -> None:
+        """Two or four float32 to the scratch of block `block` of the cluster, which may differ by lane."""
+        names = ", ".join(f"${i + 2}" for i in range(len(values)))
+        ptx = f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{len(values)}.f32 [$0], {{{names}}}, [$1];"
+        mapa = "mapa.shared::cluster.u32 $0, $1, $2;"
+        base = mgpu_utils.inline_ptx(mapa, self._shared_base(), block.ir, result_types=ir_type("i32"))
+        places = [arith.addi(base, place.ir) for place in (address, self.const(barrier, "i32"))]
+        mgpu_utils.inline_ptx(ptx, *places, *[v.ir for v in values], predicate=predicate.ir)
+
+    def wait_inbox(self, barrier: int) -> None:
+        """Waits until all that this block's inbox was opened for has come."""
+        ptx = (
+            "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0; "
+            "@!done bra again; }"
+        )
+        mgpu_utils.inline_ptx(ptx, arith.addi(self._shared_base(), self.const(barrier, "i32").ir))
 
     def _shared_base(self) -> ir.Value:
         return llvm.ptrtoint(ir_type("i32"), self._smem)
@@ -222,9 +260,9 @@ class Warp(WordInstructions):
     def block_barrier(self) -> None:
         gpu.barrier()
 
-    def cluster_arrive(self, release: bool) -> None:
-        """Says that this warp came here; with `release`, what it wrote is visible to those that wait for it."""
-        mgpu_utils.inline_ptx(f"barrier.cluster.arrive.{'release' if release else 'relaxed'}.aligned;")
+    def cluster_arrive(self) -> None:
+        """Says that this warp came here. Of what it wrote, those that wait for it see an opened inbox only."""
+        mgpu_utils.inline_ptx("barrier.cluster.arrive.relaxed.aligned;")
 
     def cluster_wait(self) -> None:
         """Waits until every warp of the cluster arrived."""
