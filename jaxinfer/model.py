@@ -55,11 +55,11 @@ class Model:
 
     @property
     def cache_dtype(self) -> jnp.dtype:
-        """dtype of the key-value caches. ValueError if they are tiered, which is for `generate` and `stream` alone."""
+        """dtype of the key-value caches. ValueError if they are tiered, which is for generation alone."""
         if isinstance(self.kv_dtype, TieredKV):
             raise ValueError(
-                f"{self.name}: only generate and stream work with a tiered cache; for all else load the model "
-                "with another kv_dtype, such as 'int8'"
+                f"{self.name}: only generate and stream work with a tiered cache, and those of an engine; for all else "
+                "load the model with another kv_dtype, such as 'int8'"
             )
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 

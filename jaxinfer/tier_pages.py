@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxinfer.config import ModelConfig
+from jaxinfer.engine.pages import OutOfPages, PagePool
 from jaxinfer.kv_cache import SCRATCH_PAGE
 from jaxinfer.tiers import MOVED_AT_ONCE, Tier, TieredKV, TierPools, TierTables
 
@@ -67,19 +68,25 @@ class Moves:
     pages: np.ndarray
 
 
-class Pool:
-    """The free pages of one tier. Page 0 is scratch and belongs to nobody."""
+type Moved = dict[tuple[Tier, Tier], list[tuple[int, int]]]
+"""Pages that leave a tier for another, (from, to), in the order in which they are to be moved."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.free = collections.deque(range(1, 1 + num_pages))
 
-    def take(self) -> int:
-        if not self.free:
-            raise RuntimeError("a tier of the cache has no free page: rows have more tokens than it was made for")
-        return self.free.popleft()
+def no_moves() -> Moved:
+    # int8 pages that become free may be targets of the last.
+    return {("int8", "int4"): [], ("recent", "int4"): [], ("recent", "int8"): []}
 
-    def give(self, page: int) -> None:
-        self.free.append(page)
+
+def calls_for(moved: Moved) -> list[Moves]:
+    """The calls that make these moves, in order."""
+    calls = []
+    for (source, target), pairs in moved.items():
+        for some in itertools.batched(pairs, MOVED_AT_ONCE[-1]):
+            size = next(size for size in MOVED_AT_ONCE if size >= len(some))
+            pages = np.full((size, 2), SCRATCH_PAGE, np.int32)
+            pages[: len(some)] = some
+            calls.append(Moves(source, target, pages))
+    return calls
 
 
 @dataclasses.dataclass
@@ -101,68 +108,131 @@ class TierPages:
 
     def __init__(self, rules: TierRules, pools: TierPools, num_rows: int) -> None:
         self.rules = rules
-        self.pools = {name: Pool(size) for name, size in dataclasses.asdict(pools).items()}
+        self.pools = {name: PagePool(1 + size) for name, size in dataclasses.asdict(pools).items() if size}
+        """Of the tiers that rows can reach."""
         self.rows = [Row() for _ in range(num_rows)]
 
     def settle(self) -> list[Moves]:
         """Decides for all rows which pages leave their tier; the moves are to be made, in this order, before the next
         program. RuntimeError for a pool that is too small."""
-        moved: dict[tuple[Tier, Tier], list[tuple[int, int]]] = {
-            # int8 pages that become free here may be targets of the last.
-            ("int8", "int4"): [],
-            ("recent", "int4"): [],
-            ("recent", "int8"): [],
-        }
-        for row in self.rows:
-            first_recent, first_int8, first_window = self.rules.first_pages(row.num_tokens)
-            while row.window and row.first_window < first_window:
-                self.pools["window"].give(row.window.popleft())
-                row.first_window += 1
-            if not self.rules.has_full_layers:
-                continue
-            while row.first_int8 < first_int8:
-                source: Tier = "int8" if row.int8 else "recent"
-                self._move(row, source, "int4", moved[source, "int4"])
-                row.first_int8 += 1
-                row.first_recent = max(row.first_recent, row.first_int8)
-            while row.first_recent < first_recent:
-                self._move(row, "recent", "int8", moved["recent", "int8"])
-                row.first_recent += 1
-        calls = []
-        for (source, target), pairs in moved.items():
-            for some in itertools.batched(pairs, MOVED_AT_ONCE[-1]):
-                size = next(size for size in MOVED_AT_ONCE if size >= len(some))
-                pages = np.full((size, 2), SCRATCH_PAGE, np.int32)
-                pages[: len(some)] = some
-                calls.append(Moves(source, target, pages))
-        return calls
+        moved = no_moves()
+        for row in range(len(self.rows)):
+            self.age(row, moved)
+        return calls_for(moved)
+
+    def age(self, row: int, moved: Moved) -> None:
+        """Takes the pages of a row that leave their tier to the next one, and adds what that moves."""
+        own = self.rows[row]
+        first_recent, first_int8, first_window = self.rules.first_pages(own.num_tokens)
+        while own.window and own.first_window < first_window:
+            self.pools["window"].release([own.window.popleft()])
+            own.first_window += 1
+        if not self.rules.has_full_layers:
+            return
+        while own.first_int8 < first_int8:
+            source: Tier = "int8" if own.int8 else "recent"
+            self._move(own, source, "int4", moved[source, "int4"])
+            own.first_int8 += 1
+            own.first_recent = max(own.first_recent, own.first_int8)
+        while own.first_recent < first_recent:
+            self._move(own, "recent", "int8", moved["recent", "int8"])
+            own.first_recent += 1
 
     def _move(self, row: Row, source: Tier, target: Tier, pairs: list[tuple[int, int]]) -> None:
         """Moves the oldest page of a row's tier."""
         page = getattr(row, source).popleft()
-        new = self.pools[target].take()
+        new = self._take(target)
         getattr(row, target).append(new)
-        self.pools[source].give(page)
+        self.pools[source].release([page])
         pairs.append((page, new))
+
+    def _take(self, name: str) -> int:
+        try:
+            (page,) = self.pools[name].allocate(1)
+        except OutOfPages:
+            raise RuntimeError(
+                "a tier of the cache has no free page: rows have more tokens than it was made for"
+            ) from None
+        return page
 
     def append(self, row: int, count: int) -> None:
         """Gives a row places for `count` tokens that the next program appends."""
-        own = self.rows[row]
-        own.num_tokens += count
-        pages = -(-own.num_tokens // self.rules.page_size)
+        self.rows[row].num_tokens += count
+        self.cover(row, self.rows[row].num_tokens)
+
+    def cover(self, row: int, num_tokens: int) -> None:
+        """Gives a row the pages of its first `num_tokens` tokens, as far as it has none."""
+        own, pages = self.rows[row], -(-num_tokens // self.rules.page_size)
         if self.rules.has_full_layers:
             while own.first_recent + len(own.recent) < pages:
-                own.recent.append(self.pools["recent"].take())
+                own.recent.append(self._take("recent"))
         if self.rules.window is not None:
             while own.first_window + len(own.window) < pages:
-                own.window.append(self.pools["window"].take())
+                own.window.append(self._take("window"))
+
+    def has_room(self, row: Row, num_tokens: int, reach: int) -> bool:
+        """Whether there are pages to `age` a row of `num_tokens` tokens and to `cover` it up to `reach` then."""
+        first_recent, first_int8, first_window = self.rules.first_pages(num_tokens)
+        last = -(-reach // self.rules.page_size)
+        wanted = dict.fromkeys(self.pools, 0)
+        if self.rules.has_full_layers:
+            into_int4 = max(first_int8 - row.first_int8, 0)
+            from_int8 = min(into_int4, len(row.int8))
+            from_recent = max(first_recent - row.first_recent, 0)
+            wanted["recent"] = last - row.first_recent - len(row.recent) - self._freed("recent", row, from_recent)
+            if into_int4:
+                wanted["int4"] = into_int4
+            if from_recent or from_int8:
+                into_int8 = from_recent - (into_int4 - from_int8)
+                wanted["int8"] = into_int8 - self._freed("int8", row, from_int8)
+        if self.rules.window is not None:
+            gone = max(first_window - row.first_window, 0)
+            wanted["window"] = last - row.first_window - len(row.window) - self._freed("window", row, gone)
+        return all(count <= 0 or count <= self._available(name) for name, count in wanted.items())
+
+    def has(self, pages: TierPools) -> bool:
+        """Whether each pool has so many."""
+        return all(count <= self._available(name) for name, count in dataclasses.asdict(pages).items())
+
+    def _available(self, name: str) -> int:
+        return self.pools[name].num_available if name in self.pools else 0
+
+    def _freed(self, name: str, row: Row, count: int) -> int:
+        """How many of a row's oldest `count` pages of a tier are free when the row has left them."""
+        if not count:
+            return 0
+        references = self.pools[name].references
+        return sum(references[page] == 1 for page in itertools.islice(getattr(row, name), count))
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> dict[str, tuple[int, int]]:
+        """Gives an empty row all pages of another of `num_tokens` tokens, but for the last page if it is not full, as
+        both will write to it: its contents are to be copied, (from, to) by tier."""
+        own = self.rows[parent]
+        self.rows[child] = Row(
+            num_tokens,
+            own.first_recent,
+            own.first_int8,
+            own.first_window,
+            own.recent.copy(),
+            own.int8.copy(),
+            own.int4.copy(),
+            own.window.copy(),
+        )
+        copies = {}
+        for name, pool in self.pools.items():
+            pages = getattr(self.rows[child], name)
+            if pages and name in ("recent", "window") and num_tokens % self.rules.page_size:
+                copies[name] = (pages.pop(), self._take(name))
+            pool.share(list(pages))
+            if name in copies:
+                pages.append(copies[name][1])
+        return copies
 
     def release(self, row: int) -> None:
         """Gives all pages of a row back; it is empty then."""
         own, self.rows[row] = self.rows[row], Row()
         for name, pool in self.pools.items():
-            for page in getattr(own, name):
-                pool.give(page)
+            pool.release(list(getattr(own, name)))
 
     def tables(self, rows: Sequence[int], widths: TierPools) -> TierTables:
         """NumPy tables of these rows (-1: padding), as wide as asked for."""

@@ -98,8 +98,8 @@ class Simulation:
                 if piece.last:
                     self.start(piece.sequence, dispatched)
         for fork in plan.forks:
-            if fork.copy is not None:
-                self.pages[fork.copy[1]] = list(self.pages[fork.copy[0]])
+            for source, target in fork.copies.values():
+                self.pages[target] = list(self.pages[source])
             self.check_readable(fork.child, fork.child.tokens)
             self.start(fork.child, dispatched)
         for sequence in plan.decode:
@@ -361,14 +361,14 @@ def test_forks_share_full_pages_and_copy_the_last() -> None:
     first = sequences[0].pages
     for fork in plan.forks:
         assert fork.child.pages[0] == first[0]
-        assert fork.copy == (first[1], fork.child.pages[1])
+        assert fork.copies == {"pages": (first[1], fork.child.pages[1])}
     simulation.run()
     assert sequences[4].num_reused == 4  # the prefix cache has the full page still
     # A prompt that ends with its page has nothing to copy.
     simulation.submit([9] * 8, 4, group=8)
     simulation.submit([9] * 8, 4, group=8)
     simulation.round()
-    assert [fork.copy for fork in simulation.plans[-1].forks] == [None]
+    assert [fork.copies for fork in simulation.plans[-1].forks] == [{}]
     simulation.run()
 
 

@@ -141,7 +141,7 @@ class Simulation:
                 owned[name] += ids[: last - first]
         for name, ids in owned.items():
             assert len(ids) == len(set(ids))
-            assert len(ids) + len(self.pages.pools[name].free) == getattr(self.sizes, name)
+            assert len(ids) + self.pages._available(name) == getattr(self.sizes, name)
 
 
 @settings(deadline=None, max_examples=60)

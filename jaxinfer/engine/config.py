@@ -2,21 +2,27 @@
 
 import bisect
 import dataclasses
+import functools
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from jaxinfer import kv_cache
 from jaxinfer.batch import Limits
+from jaxinfer.engine import tiering
 from jaxinfer.engine.layout import SamplerLayout, listed
 from jaxinfer.engine.rules import DecodeOrder, Policy, Rules
+from jaxinfer.engine.tiering import Tiering
 from jaxinfer.fields import refuse_unknown
 from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
 from jaxinfer.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative.speculation import Speculation
+from jaxinfer.tier_pages import TierRules
+from jaxinfer.tiers import TieredKV, TierPools
+from jaxinfer.tiers import num_bytes as tier_bytes
 from pallas_kernels.paged_attention import reads_lengths
 
 CPU_POOL_BYTES = 2 * 2**30
@@ -35,6 +41,9 @@ class EngineConfig:
         max_context: Longest prompt and output of a request in tokens, without the last (the model's, or what the pool
             holds).
         num_pages: Pages of the pool, the scratch page included (as many as `memory_fraction` allows).
+        tier_pages: Of a model with a tiered cache instead: pages of the pools of each tier, scratch pages not counted
+            (room for every sequence's newest tokens if that takes no more than half of what `memory_fraction` allows,
+            and in older tiers for as many sequences of `max_context` as the rest holds).
         memory_fraction: Share of the free device memory, less room for activations, that the pool takes.
         page_size: Tokens of a page; the GPU's kernels need a multiple of 16.
         max_prefill_tokens: Tokens of prompts computed in one round, padding included (8192; 1024).
@@ -56,7 +65,8 @@ class EngineConfig:
             most to come ("longest"): all end together, in steps of as few rows as that takes.
         policy: "separate": prefill and decode are two queues with limits of their own. "mixed": one queue in which
             prompts go first and decoding waits for them, as a baseline to measure against.
-        prefix_cache: Keep pages of finished sequences and reuse them for prompts that begin the same.
+        prefix_cache: Keep pages of finished sequences and reuse them for prompts that begin the same (yes; not with a
+            tiered cache, which refuses True: a sequence's older pages hold what its length has made of them).
         host_pages: Pages of pinned host memory for what the pool evicts: pages of preempted sequences and of the prefix
             cache. They come back when they are asked for and copying is faster than computing their tokens.
         sampling: Examples of what will be asked for; `warmup` compiles for the needs of each. Others compile when they
@@ -70,6 +80,7 @@ class EngineConfig:
     max_sequences: int | None = None
     max_context: int | None = None
     num_pages: int | None = None
+    tier_pages: TierPools | None = None
     memory_fraction: float = 0.9
     page_size: int = 16
     max_prefill_tokens: int | None = None
@@ -82,7 +93,7 @@ class EngineConfig:
     decode_stall_ms: float | None = None
     decode_order: DecodeOrder = "shortest"
     policy: Policy = "separate"
-    prefix_cache: bool = True
+    prefix_cache: bool | None = None
     host_pages: int = 0
     sampling: tuple[SamplingParams, ...] = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
 
@@ -118,9 +129,15 @@ class EngineConfig:
             known = typing.get_args(kind.__value__)
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(known)}")
-        if not isinstance(self.prefix_cache, bool):
+        if not isinstance(self.prefix_cache, bool | None):
             raise ValueError(f"prefix_cache={self.prefix_cache!r}; expected True or False")
-        if self.host_pages and not self.prefix_cache:
+        pools = self.tier_pages
+        if pools is not None and not isinstance(pools, TierPools):
+            raise ValueError(f"tier_pages={pools!r}; expected jaxinfer.tiers.TierPools(recent, int8, int4, window)")
+        for count in () if pools is None else dataclasses.astuple(pools):
+            if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 2**31:
+                raise ValueError(f"tier_pages={pools}; expected integers of at least 0, in pages")
+        if self.host_pages and self.prefix_cache is False:
             raise ValueError(f"host_pages={self.host_pages} without prefix_cache, which is what finds them; turn it on")
         examples = (self.sampling,) if isinstance(self.sampling, SamplingParams) else self.sampling
         if not isinstance(examples, Sequence) or not examples:
@@ -178,6 +195,9 @@ class Settings:
     """Numbers of listed logprobs of prompts that programs exist for."""
     drafted: tuple[int, ...] = (0,)
     """Numbers of drafted tokens a step that decode programs exist for."""
+    prefix_cache: bool = True
+    tiers: Tiering | None = None
+    """Of a tiered cache: its pools. `num_pages` is all of them then."""
     packed: tuple[tuple[int, int], ...] = ()
     """(rows, tokens of a row) of prefill programs into which pieces are laid row by row, ascending. Empty: a row is a
     piece, and `prefill_rows` and the rules have their sizes."""
@@ -185,8 +205,18 @@ class Settings:
     @property
     def rereads(self) -> bool:
         """Whether output may be computed again, after a preemption: the pages do not hold all that may run at once."""
+        if self.tiers is not None:
+            pools = zip(dataclasses.astuple(self.tiers.pools), dataclasses.astuple(self.tiers.widths), strict=True)
+            return any(pool < self.rules.max_sequences * row for pool, row in pools)
         most = self.rules.max_sequences * -(-(self.max_context + self.spare_tokens) // self.rules.page_size)
         return self.num_pages - 1 < most
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens of a request in the cache that the pages hold if it has them all."""
+        if self.tiers is not None:
+            return self.tiers.longest
+        return (self.num_pages - 1) * self.rules.page_size - self.spare_tokens
 
     @property
     def spare_tokens(self) -> int:
@@ -196,7 +226,8 @@ class Settings:
 
 def settle(config: EngineConfig, model: Model, speculation: Speculation | None = None) -> Settings:
     """Chooses what the configuration leaves open. Raises ValueError for a pool that is too small or does not fit, and
-    for a model with a tiered cache."""
+    for what does not go with a tiered cache."""
+    tiering.check(config, model.kv_dtype, drafts=speculation is not None)
     on_cpu = jax.default_backend() == "cpu"
     batch = config.max_decode_batch or default_decode_batch()
     sequences = config.max_sequences or batch
@@ -214,34 +245,27 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         raise ValueError(f"max_prefill_tokens={tokens} is below the shortest of prefill_lengths={lengths}")
     lengths = tuple(length for length in lengths if length <= tokens)
     packed = _packed(config.prefill_tile, lengths, drafts=speculation is not None)
-    page_bytes = kv_cache.bytes_per_token(model.config, model.cache_dtype) * config.page_size
-    drafted = (0,)
-    if speculation is not None:
-        page_bytes += speculation.draft.bytes_per_token * config.page_size
-        drafted = speculation.policy.lengths(speculation.draft.k)
+    chunk = config.decode_chunk or (4 if on_cpu else 16)
+    drafted = (0,) if speculation is None else speculation.policy.lengths(speculation.draft.k)
     spare = drafted[-1]
-    num_pages = config.num_pages
-    if num_pages is None:
-        # The most that a call computes, of prompts or of scoring; a round may have several.
-        most = lengths[-1] * (1 if packed else config.prefill_rows[0])
-        call = max(most, min(tokens, Limits.default().prefill_tokens))
-        sampled = max(batch * (1 + spare), packed[-1][0] if packed else 0)
-        budget = _pool_bytes(model, config.memory_fraction, call, sampled)
-        num_pages = min(budget // page_bytes, 1 + sequences * -(-(longest + spare) // config.page_size))
-        if num_pages < 2:
-            raise ValueError(f"{shown_bytes(budget)} are left for the KV cache, less than a page; use a smaller model")
-    elif num_pages * page_bytes > (most := _most_bytes()):
-        raise ValueError(
-            f"num_pages={num_pages} take {shown_bytes(num_pages * page_bytes)}, and {shown_bytes(most)} are free; "
-            f"lower it to at most {most // page_bytes}, or leave it out"
-        )
-    host_bytes = config.host_pages * kv_cache.bytes_per_token(model.config, model.cache_dtype) * config.page_size
-    if host_bytes > free_host_bytes():
-        raise ValueError(
-            f"host_pages={config.host_pages} take {shown_bytes(host_bytes)} of host memory, and "
-            f"{shown_bytes(free_host_bytes())} are free; lower it"
-        )
-    longest = min(longest, (num_pages - 1) * config.page_size - spare)
+    # The most that a call computes, of prompts or of scoring; a round may have several.
+    most = lengths[-1] * (1 if packed else config.prefill_rows[0])
+    call = max(most, min(tokens, Limits.default().prefill_tokens))
+    sampled = max(batch * (1 + spare), packed[-1][0] if packed else 0)
+    budget = functools.partial(_pool_bytes, model, config.memory_fraction, call, sampled)
+    tiers = None
+    if isinstance(model.kv_dtype, TieredKV):
+        demand = tiering.Demand(sequences, longest, chunk, lengths[-1], tokens)
+        tiers = _tiering(config, model, model.kv_dtype, demand, budget)
+        num_pages, longest = 1 + tiers.num_pages, tiers.longest
+        widths = (max(dataclasses.astuple(tiers.widths)),)
+    else:
+        num_pages = _num_pages(config, model, speculation, sequences, longest, spare, budget)
+        longest = min(longest, (num_pages - 1) * config.page_size - spare)
+        widest = -(-(longest + spare) // config.page_size)
+        # Where a kernel reads no more pages than a row has, a wide table costs nothing and one program serves all.
+        wide = reads_lengths(model.dtype, model.cache_dtype.name, model.config.head_dim, config.page_size)
+        widths = (widest,) if wide else _ladder(16, 4, widest)
     if longest < 1:
         raise ValueError(
             f"num_pages={num_pages} of {config.page_size} tokens leave no place for a request beside {spare} drafted "
@@ -249,19 +273,16 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         )
     if config.max_context is not None and longest < min(config.max_context, model.config.max_position_embeddings):
         need = f"and {spare} drafted tokens need" if spare else "needs"
+        name = "num_pages" if tiers is None else "tier_pages"
         raise ValueError(
             f"max_context={config.max_context} {need} more than the {num_pages} pages of {config.page_size} tokens "
-            "that there are; lower it, or raise num_pages or memory_fraction"
+            f"that there are; lower it, or raise {name} or memory_fraction"
         )
-    widest = -(-(longest + spare) // config.page_size)
-    # Where a kernel reads no more pages than a row has, a wide table costs nothing and one program serves all.
-    wide = reads_lengths(model.dtype, model.cache_dtype.name, model.config.head_dim, config.page_size)
-    widths = (widest,) if wide else _ladder(16, 4, widest)
     rules = Rules(
         page_size=config.page_size,
         max_sequences=sequences,
         max_decode_batch=min(batch, sequences),
-        decode_chunk=config.decode_chunk or (4 if on_cpu else 16),
+        decode_chunk=chunk,
         max_prefill_tokens=tokens,
         prefill_lengths=_multiples(config.prefill_tile, lengths[-1]) if config.prefill_tile else lengths,
         stall_tokens=config.decode_stall_tokens or (512 if on_cpu else 2048),
@@ -275,6 +296,7 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
     cuts = longest > lengths[-1] or lengths[-1] > whole or config.decode_stall_ms is not None
     wanted = [row.prompt_logprobs for row in config.sampling]
     scored = tuple(sorted({listed(count, model.config) for count in wanted if count is not None}))
+    prefix_cache = config.prefix_cache is not False and tiers is None
     return Settings(
         rules,
         num_pages,
@@ -284,11 +306,63 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         decode_rows,
         widths,
         layouts,
-        config.prefix_cache or cuts,
+        prefix_cache or cuts,
         scored,
         drafted,
+        prefix_cache,
+        tiers,
         packed,
     )
+
+
+def _num_pages(
+    config: EngineConfig,
+    model: Model,
+    speculation: Speculation | None,
+    sequences: int,
+    longest: int,
+    spare: int,
+    budget: Callable[[], int],
+) -> int:
+    """Pages of the pool, the scratch page included."""
+    token_bytes = kv_cache.bytes_per_token(model.config, model.cache_dtype)
+    host_bytes = config.host_pages * token_bytes * config.page_size
+    if host_bytes > free_host_bytes():
+        raise ValueError(
+            f"host_pages={config.host_pages} take {shown_bytes(host_bytes)} of host memory, and "
+            f"{shown_bytes(free_host_bytes())} are free; lower it"
+        )
+    page_bytes = (token_bytes + (0 if speculation is None else speculation.draft.bytes_per_token)) * config.page_size
+    num_pages = config.num_pages
+    if num_pages is None:
+        num_pages = min(budget() // page_bytes, 1 + sequences * -(-(longest + spare) // config.page_size))
+        if num_pages < 2:
+            raise ValueError(
+                f"{shown_bytes(budget())} are left for the KV cache, less than a page; use a smaller model"
+            )
+    elif num_pages * page_bytes > (most := _most_bytes()):
+        raise ValueError(
+            f"num_pages={num_pages} take {shown_bytes(num_pages * page_bytes)}, and {shown_bytes(most)} are free; "
+            f"lower it to at most {most // page_bytes}, or leave it out"
+        )
+    return num_pages
+
+
+def _tiering(
+    config: EngineConfig, model: Model, kv: TieredKV, demand: tiering.Demand, budget: Callable[[], int]
+) -> Tiering:
+    """Pools of a tiered cache."""
+    tier_rules = TierRules.of(model.config, kv, config.page_size)
+    num_bytes = functools.partial(tier_bytes, model.config, page_size=config.page_size, dtype=model.dtype)
+    if config.tier_pages is None:
+        return tiering.share_out(tier_rules, demand, num_bytes, budget())
+    found = tiering.given(tier_rules, demand, config.tier_pages)
+    if num_bytes(found.pools) > _most_bytes():
+        raise ValueError(
+            f"tier_pages={found.pools} take {shown_bytes(num_bytes(found.pools))}, and {shown_bytes(_most_bytes())} "
+            "are free; lower them, or leave them out"
+        )
+    return found
 
 
 def default_decode_batch() -> int:

@@ -23,6 +23,9 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.scoring import Scorer
 from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.engine.tiered_runner import TieredRunner
+from jaxinfer.engine.tiered_scheduler import TieredScheduler
+from jaxinfer.engine.tiering import check as check_tiers
 from jaxinfer.engine.work import Result, Work
 from jaxinfer.generation import requests_for
 from jaxinfer.model import Model, check_loaded
@@ -49,13 +52,12 @@ class EngineCore:
         check_loaded(model)
         self.config = config or EngineConfig()
         speculation = None if draft is None else as_speculation(draft)
+        check_tiers(self.config, model.kv_dtype, drafts=speculation is not None)
         if speculation is not None:
             speculation.draft.check(model, 0)
         self.settings: Settings = settle(self.config, model, speculation)
         self._model: Model | None = model
-        self._runner: Runner | None = (
-            Runner(model, self.settings) if speculation is None else DraftingRunner(model, self.settings, speculation)
-        )
+        self._runner: Runner | None = self._new_runner(model, speculation)
         self._drafting = None if speculation is None else Drafting(speculation, self.settings, model)
         self._lock = FairLock()
         self._meter = Meter()
@@ -86,12 +88,20 @@ class EngineCore:
             raise EngineClosed("the engine is closed; make a new one")
         return self._model, self._runner
 
+    def _new_runner(self, model: Model, speculation: Speculation | None) -> Runner:
+        if speculation is not None:
+            return DraftingRunner(model, self.settings, speculation)
+        return (Runner if self.settings.tiers is None else TieredRunner)(model, self.settings)
+
     def _new_scheduler(self) -> Scheduler:
+        tiers = self.settings.tiers
+        if tiers is not None:
+            return TieredScheduler(self.settings.rules, tiers.rules, tiers.pools)
         pool = PagePool(self.settings.num_pages)
         if isinstance(self._runner, DraftingRunner):
             pool.on_allocate = self._runner.filled.difference_update
         prefixes = None
-        if self.config.prefix_cache:
+        if self.settings.prefix_cache:
             prefixes = PrefixCache(pool, self.settings.rules.page_size, HostPool(self.settings.host_pages))
             prefixes.is_worth_restoring = self._is_worth_restoring
         return Scheduler(self.settings.rules, pool, prefixes)

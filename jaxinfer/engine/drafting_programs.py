@@ -11,11 +11,11 @@ from jaxinfer.engine.config import Settings
 from jaxinfer.engine.drafting_rows import DraftingState, catch_up_rows, draft_rows, seat_rows, speculate_rows
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.programs import Programs, Size, ints, shapes_key, shapes_of, state_shapes
-from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.model import Model
 from jaxinfer.sampling_state import SamplingState
 from jaxinfer.speculative.loop import Method
 from jaxinfer.speculative.proposer import Draft, Wanted
+from jaxinfer.tiers import KVCache
 
 
 class DraftingPrograms(Programs):
@@ -25,7 +25,7 @@ class DraftingPrograms(Programs):
         self,
         model: Model,
         settings: Settings,
-        cache: PagedKVCache,
+        cache: KVCache,
         drafting: DraftingState,
         method: Method,
         draft: Draft,

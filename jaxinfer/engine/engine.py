@@ -160,12 +160,16 @@ class Engine(EngineReaders):
         What prompts have in common is computed once and stays in the prefix cache: for the next call, and for requests
         that begin the same. Other requests go first: a round scores as many tokens as their prompts have left of what
         it may compute, so nobody's text waits longer than for a prompt. Programs for scoring are compiled when they are
-        first needed, not by `warmup`. Raises RequestTooLong for a pair that the pool cannot hold, and EngineClosed,
-        also if the engine is closed meanwhile.
+        first needed, not by `warmup`. Raises RequestTooLong for a pair that the pool cannot hold, EngineClosed, also if
+        the engine is closed meanwhile, and ValueError for a model with a tiered cache.
         """
         shown = is_watched() if progress is None else progress
         with self._lock:
             model, _ = self._live()
+        if self.settings.tiers is not None:
+            raise ValueError(
+                "score does not work with a tiered cache; load the model with another kv_dtype, such as 'int8'"
+            )
         pairs = encode_pairs(model, prompts, continuations)
         for index, pair in enumerate(pairs):
             if pair.num_inputs > self.settings.max_context:
@@ -194,8 +198,7 @@ class Engine(EngineReaders):
                     runner.rehearse(new)
                 if self._drafting is not None and isinstance(runner, DraftingRunner):
                     self._drafting.pass_seconds = runner.time_draft()
-                if runner.store is not None:
-                    runner.cache = runner.store.measure(runner.cache)
+                runner.time_host()
             except BaseException:
                 self._interrupted = True  # a program that was stopped may have taken the cache
                 raise

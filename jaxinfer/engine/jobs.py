@@ -65,7 +65,7 @@ def check_room(requests: Sequence[Request], settings: Settings, context: int) ->
     `context` is the longest prompt and output in tokens, without the last, that the pool may be too small for.
     """
     spare = settings.spare_tokens
-    pool_tokens = (settings.num_pages - 1) * settings.rules.page_size - spare
+    pool_tokens, name = settings.pool_tokens, "num_pages" if settings.tiers is None else "tier_pages"
     pool_name = f"the pool's {pool_tokens} tokens" + (f" beside the {spare} that are drafted" if spare else "")
     for request in requests:
         length, where = len(request.prompt), f"prompt {request.prompt_index}"
@@ -77,6 +77,6 @@ def check_room(requests: Sequence[Request], settings: Settings, context: int) ->
             if request.params.max_tokens is not None:
                 raise RequestTooLong(
                     f"{where} has {length} tokens, and max_tokens={request.params.max_tokens} more need more than "
-                    f"{pool_name}; lower max_tokens or raise num_pages"
+                    f"{pool_name}; lower max_tokens or raise {name}"
                 )
             request.max_tokens = pool_tokens - length + 1

@@ -72,6 +72,9 @@ class EngineMetrics:
     pages_owned: int
     pages_cached: int
     """Owned by nobody, but known to the prefix cache."""
+    tier_pages: dict[str, int]
+    """Of a tiered cache, the pages of each tier's pool, which `pages` is the sum of, and those that are owned."""
+    tier_pages_owned: dict[str, int]
     host_pages: int
     """Of host memory, for what the pool evicts."""
     host_pages_used: int
@@ -103,9 +106,10 @@ class EngineMetrics:
         del values["speculation"]
         for name, value in values.items():
             full = f"{prefix}_{name}"
-            if isinstance(value, dict) and name == "finished":
-                lines += [f"# TYPE {full} counter"]
-                lines += [f'{full}{{reason="{reason}"}} {count}' for reason, count in sorted(value.items())]
+            if isinstance(value, dict) and name in _LABELS:
+                kind, label = _LABELS[name]
+                lines += [f"# TYPE {full} {kind}"]
+                lines += [f'{full}{{{label}="{key}"}} {count}' for key, count in sorted(value.items())]
             elif isinstance(value, dict):
                 lines += [f"# TYPE {full}_seconds summary"]
                 quantiles = {"0.5": "p50", "0.95": "p95", "0.99": "p99"}
@@ -141,6 +145,16 @@ class EngineMetrics:
                 f"pages                       {self.pages_owned} of {self.pages} owned, {self.pages_cached} cached",
                 *(
                     [
+                        "of each tier                "
+                        + ", ".join(
+                            f"{name} {self.tier_pages_owned[name]} of {n}" for name, n in self.tier_pages.items()
+                        )
+                    ]
+                    if self.tier_pages
+                    else []
+                ),
+                *(
+                    [
                         f"host pages                  {self.host_pages_used} of {self.host_pages} used; "
                         f"{self.pages_demoted} demoted, {self.pages_restored} restored ({self.host_hit_rate:.1%})"
                     ]
@@ -156,6 +170,12 @@ class EngineMetrics:
         )
 
 
+_LABELS = {
+    "finished": ("counter", "reason"),
+    "tier_pages": ("gauge", "tier"),
+    "tier_pages_owned": ("gauge", "tier"),
+}
+"""Values by name: their kind, and what the names are of."""
 _COUNTERS = {
     "submitted",
     "preemptions",

@@ -19,9 +19,9 @@ from jaxinfer.engine.config import Settings
 from jaxinfer.engine.host_store import MOVES, gather_pages, page_shapes, scatter_pages
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.rows import blank_state, copy_pages, decode_rows, start_rows
-from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.model import Model
 from jaxinfer.scoring_run import prefill_targets
+from jaxinfer.tiers import KVCache, Tier
 from pallas_kernels.dispatch import KERNELS_VARIABLE
 
 log = logging.getLogger("jaxinfer")
@@ -47,6 +47,7 @@ class Size:
         "start",
         "decode",
         "copy",
+        "move",
         "blank",
         "gather",
         "scatter",
@@ -70,19 +71,22 @@ class Size:
     num_places: int = 0
     """Room for scored tokens, and how many the head takes at a time, of scoring."""
     head_rows: int = 0
+    tiers: tuple[Tier, Tier] | None = None
+    """From where pages move, and to where."""
 
 
 class Programs:
     """Compiled programs of one model by size. What is missing is compiled when it is asked for, and counted."""
 
-    def __init__(self, model: Model, settings: Settings, cache: PagedKVCache) -> None:
+    def __init__(self, model: Model, settings: Settings, cache: KVCache) -> None:
         self.config: ModelConfig = model.config
         self.settings = settings
         self._params, self._prompt_params = shapes_of(model.params), shapes_of(model.prompt_params)
         self._cache = shapes_of(cache)
         kernels = os.environ.get(KERNELS_VARIABLE)
-        # Of the settings these three shape programs beside what a `Size` says.
-        limits = (settings.rules.max_sequences, settings.rules.decode_chunk, settings.page_widths[-1])
+        # Of the settings these shape programs beside what a `Size` says.
+        rules = settings.rules
+        limits = (rules.max_sequences, rules.decode_chunk, settings.page_widths[-1], settings.tiers)
         self._key: tuple[object, ...] = (
             model.config,
             *shapes_key((self._params, self._prompt_params, self._cache)),
@@ -198,8 +202,8 @@ class Programs:
         if size.kind == "scatter":
             return scatter_pages.lower(self._cache, [page_shapes(self._cache)] * MOVES, ints(MOVES))
         if size.kind in ("prefill", "prefill_scored"):
-            width = settings.page_widths[-1]
-            batch = (ints(rows, size.length), ints(rows), ints(rows), ints(rows, width))
+            table = self._table(rows, settings.page_widths[-1])
+            batch = (ints(rows, size.length), ints(rows), ints(rows), table)
             options = {"config": config, "context_lengths": ints(rows), "from_empty": size.from_empty}
             if size.kind == "prefill":
                 params = self._params if size.of_output else self._prompt_params
@@ -232,11 +236,15 @@ class Programs:
             self._cache,
             state,
             ints(rows),
-            ints(rows, size.width),
+            self._table(rows, size.width),
             config=config,
             variant=variant,
             num_steps=settings.rules.decode_chunk,
         )
+
+    def _table(self, rows: int, width: int) -> Any:
+        """A page table without its contents."""
+        return ints(rows, width)
 
 
 def ints(*shape: int) -> jax.ShapeDtypeStruct:

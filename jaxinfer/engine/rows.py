@@ -14,10 +14,11 @@ from jaxtyping import Array, Float32, Int32
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import Params
 from jaxinfer.engine.layout import SamplerLayout
-from jaxinfer.kv_cache import PagedKVCache
+from jaxinfer.kv_cache import SCRATCH_PAGE, PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState, decode_steps, sample_first
 from jaxinfer.program import program
 from jaxinfer.sampling_state import LogitBias, MinTokens, Penalties, SamplerVariant, SamplingState
+from jaxinfer.tiers import KVCache, PageTable, TieredKVCache
 
 STOP_PLACES = 16
 """Stop ids a slot compares with on the device; the host looks for the others when it reads a chunk."""
@@ -92,15 +93,15 @@ def start_rows(
 )
 def decode_rows(
     params: Params,
-    cache: PagedKVCache,
+    cache: KVCache,
     state: DecodeState,
     slots: Int32[Array, " rows"],
-    page_table: Int32[Array, "rows pages"],
+    page_table: PageTable,
     *,
     config: ModelConfig,
     variant: SamplerVariant,
     num_steps: int,
-) -> tuple[PagedKVCache, DecodeState, DecodedChunk]:
+) -> tuple[KVCache, DecodeState, DecodedChunk]:
     """Runs `num_steps` decode steps of the sequences in `slots`; the others stay as they are."""
     part = take_slots(state, slots)
     cache, part, chunk = decode_steps(
@@ -140,3 +141,22 @@ def put_slots(state: DecodeState, part: DecodeState, slots: Int32[Array, " rows"
 def copy_pages(cache: PagedKVCache, sources: Int32[Array, " copies"], targets: Int32[Array, " copies"]) -> PagedKVCache:
     """Copies whole pages in all layers. Padding copies the scratch page onto itself."""
     return jax.tree.map(lambda pool: pool.at[targets].set(pool[sources]), cache)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def copy_newest(
+    cache: TieredKVCache, *, recent: Int32[Array, "copies 2"], window: Int32[Array, "copies 2"]
+) -> TieredKVCache:
+    """Copies whole pages, from `[i, 0]` to `[i, 1]`, in the tiers that programs write to. Padding has scratch pages."""
+
+    def copied(store: PagedKVCache, pairs: jax.Array) -> PagedKVCache:
+        sources, targets = pairs[:, 0], pairs[:, 1]
+
+        def copy(pool: jax.Array) -> jax.Array:
+            beyond = pool.shape[0] + jnp.arange(targets.size, dtype=jnp.int32)
+            places = jnp.where(targets == SCRATCH_PAGE, beyond, targets)
+            return pool.at[places].set(pool[sources], mode="drop", unique_indices=True)
+
+        return jax.tree.map(copy, store)
+
+    return dataclasses.replace(cache, recent=copied(cache.recent, recent), window=copied(cache.window, window))

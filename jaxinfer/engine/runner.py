@@ -24,11 +24,13 @@ from jaxinfer.engine.programs import COPIES, Programs, Size
 from jaxinfer.engine.sequence import Booking, Fork, Plan
 from jaxinfer.engine.sequence import Sequence as Track
 from jaxinfer.engine.work import Result, Work, wait
+from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState
 from jaxinfer.model import Model
 from jaxinfer.request import Request
 from jaxinfer.sampling_state import SamplingState
 from jaxinfer.speculative.loop import StepCounts
+from jaxinfer.tiers import KVCache
 
 
 class Runner:
@@ -36,7 +38,7 @@ class Runner:
 
     def __init__(self, model: Model, settings: Settings) -> None:
         self.model, self.settings = model, settings
-        self.cache = self._new_cache()
+        self.cache: KVCache = self._new_cache()
         self.programs = self._new_programs()
         self.store: HostStore | None = None
         if settings.host_pages:
@@ -45,7 +47,7 @@ class Runner:
         self.layouts = Layouts(settings.layouts)
         self.layout = self.layouts.known[0]
         self.state: DecodeState = self._blank(self.layout)
-        self.tables = PageTables(settings.rules.max_sequences, settings.page_widths)
+        self.tables = self._new_tables()
 
     def reset(self) -> None:
         """Makes a new cache and state. What an interrupted call had been given may be gone."""
@@ -64,7 +66,14 @@ class Runner:
     def move(self, moves: Sequence[Move]) -> None:
         """Starts moves of pages between device and host. What is dispatched later finds them done."""
         if moves and self.store is not None:
+            assert isinstance(self.cache, PagedKVCache)
             self.cache = self.store.carry_out(self.cache, moves)
+
+    def time_host(self) -> None:
+        """Takes the time of moves between device and host, if there are any."""
+        if self.store is not None:
+            assert isinstance(self.cache, PagedKVCache)
+            self.cache = self.store.measure(self.cache)
 
     def dispatch(self, plan: Plan, requests: Mapping[Track, Request], needs: Iterable[SamplerLayout]) -> list[Work]:
         """Starts a round of work. `needs` are the layouts of everybody who has a slot now."""
@@ -108,7 +117,10 @@ class Runner:
     def _new_programs(self) -> Programs:
         return Programs(self.model, self.settings, self.cache)
 
-    def _new_cache(self) -> kv_cache.PagedKVCache:
+    def _new_tables(self) -> Any:
+        return PageTables(self.settings.rules.max_sequences, self.settings.page_widths)
+
+    def _new_cache(self) -> KVCache:
         rules = self.settings.rules
         return kv_cache.create(self.model.config, self.settings.num_pages, rules.page_size, self.model.cache_dtype)
 
@@ -208,7 +220,7 @@ class Runner:
         return Work("first", on_its_way(chunk), [*tracks, *[None] * padding], len(tracks), now)
 
     def _copy(self, forks: Sequence[Fork]) -> None:
-        copies = [fork.copy for fork in forks if fork.copy is not None]
+        copies = [pair for fork in forks for pair in fork.copies.values()]
         for first in range(0, len(copies), COPIES):
             some = copies[first : first + COPIES]
             some += [(SCRATCH_PAGE, SCRATCH_PAGE)] * (COPIES - len(some))
@@ -227,7 +239,7 @@ class Runner:
             num_drafted=plan.chunk.num_drafted,
         )
         # A kernel begins with the first rows: so none of the long ones is still being read when all others have been.
-        rows = sorted(plan.decode, key=lambda sequence: -len(sequence.pages))
+        rows = sorted(plan.decode, key=self._length, reverse=True)
         slots, table = self.tables.chosen(rows, size.rows, size.width)
         now = time.perf_counter()
         outputs, counts = self._run_chunk(self.programs.get(size), slots, table)
@@ -235,8 +247,12 @@ class Runner:
         num_tokens = len(plan.decode) * plan.chunk.most
         yield Work("decode", on_its_way(outputs), padded, num_tokens, now, chunk=plan.chunk, counts=counts)
 
+    def _length(self, sequence: Track) -> int:
+        """What decoding it reads, to tell the long from the short."""
+        return len(sequence.pages)
+
     def _run_chunk(
-        self, program: Callable[..., Any], slots: np.ndarray, table: np.ndarray
+        self, program: Callable[..., Any], slots: np.ndarray, table: Any
     ) -> tuple[DecodedChunk, StepCounts | None]:
         self.cache, self.state, chunk = program(self.model.params, self.cache, self.state, slots, table)
         return chunk, None

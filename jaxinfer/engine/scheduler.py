@@ -66,9 +66,13 @@ class Scheduler(Seats):
         else:
             prefill_first = goes_on and self._started < self.rules.max_sequences
         if not (plan.pieces and prefill_first):
-            begun = [piece.sequence for piece in plan.pieces if piece.last] + [fork.child for fork in plan.forks]
-            self._decode(plan, ready + [sequence for sequence in begun if sequence.wants_decode])
+            self._decode(plan, ready + self._begun(plan))
         return plan
+
+    def _begun(self, plan: Plan) -> list[Sequence]:
+        """Sequences whose prompts end in this round, and that can be decoded in it."""
+        begun = [piece.sequence for piece in plan.pieces if piece.last] + [fork.child for fork in plan.forks]
+        return [sequence for sequence in begun if sequence.wants_decode]
 
     def read(self, sequence: Sequence, tokens: list[int]) -> None:
         """One dispatched result has come back, with these new tokens."""
@@ -191,21 +195,26 @@ class Scheduler(Seats):
 
     def _fork_siblings(self, plan: Plan, parent: Sequence) -> None:
         """Starts the completions next in the queue that have the same prompt, as far as there is room."""
-        full = parent.num_prompt // self.rules.page_size
         while self.waiting and self._slots:
             child = self.waiting[0]
             if child.group != parent.group or child.num_generated or child.unread:
                 return
-            if not self._take_pages(child, parent.pages[:full]):
+            if not self._can_fork(parent, child):
                 return
             self.waiting.pop(0)
-            copy = None
-            if parent.num_prompt % self.rules.page_size:
-                copy = (parent.pages[full], child.pages[full])
             child.cursor, child.num_reused, child.num_prefilled = parent.cursor, 0, parent.num_prompt
             child.booked.append(Booking(1, 1.0))
             self._enter(child, Status.DECODING)
-            plan.forks.append(Fork(parent, child, copy))
+            plan.forks.append(self._fork(parent, child))
+
+    def _can_fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Gives a completion of the same prompt its pages; False if there are none."""
+        return self._take_pages(child, parent.pages[: parent.num_prompt // self.rules.page_size])
+
+    def _fork(self, parent: Sequence, child: Sequence) -> Fork:
+        """What starts it."""
+        full, rest = divmod(parent.num_prompt, self.rules.page_size)
+        return Fork(parent, child, {"pages": (parent.pages[full], child.pages[full])} if rest else {})
 
     # --- Decode
 

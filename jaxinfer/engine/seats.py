@@ -13,6 +13,8 @@ class Seats:
 
     def __init__(self, rules: Rules, pool: PagePool, prefixes: PrefixCache | None) -> None:
         self.rules, self.pool, self.prefixes = rules, pool, prefixes
+        self.pools = {"pages": pool}
+        """All there are: of a cache in tiers, where `pool` is that of the newest pages, one for each."""
         self.chunk = Chunk(rules.decode_chunk)
         """What decode chunks do that are planned from now on."""
         self.waiting: list[Sequence] = []

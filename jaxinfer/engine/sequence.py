@@ -3,9 +3,10 @@
 import collections
 import dataclasses
 import enum
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 from jaxinfer.engine.prefix_cache import Cursor
+from jaxinfer.tier_pages import Moves, Row
 
 
 class Status(enum.Enum):
@@ -71,6 +72,8 @@ class Sequence:
     booked: collections.deque[Booking] = dataclasses.field(default_factory=collections.deque)
     pages_version: int = 0
     """How often its pages changed otherwise than by more of them: by an admission, or some being taken back."""
+    tiers: Row | None = None
+    """Its pages instead of `pages`, where the cache is in tiers."""
     skipped: int = 0
     """Decode chunks in a row that went without it."""
     num_preemptions: int = 0
@@ -146,16 +149,17 @@ class Piece:
 @dataclasses.dataclass(frozen=True)
 class Fork:
     """Another completion of a prompt just computed. Pages are shared but for the last if it is not full: that one is
-    copied, (from, to), since both will write to it."""
+    copied, since both will write to it."""
 
     parent: Sequence
     child: Sequence
-    copy: tuple[int, int] | None
+    copies: Mapping[str, tuple[int, int]]
+    """(from, to) by pool; nothing where the last page is full. There is one pool, "pages", or one for each tier."""
 
 
 @dataclasses.dataclass
 class Plan:
-    """A round of work, in the order in which it is dispatched: prefill pieces, forks, one decode chunk."""
+    """A round of work, in the order in which it is dispatched: moves, prefill pieces, forks, one decode chunk."""
 
     preempted: list[Sequence] = dataclasses.field(default_factory=list)
     pieces: list[Piece] = dataclasses.field(default_factory=list)
@@ -163,6 +167,8 @@ class Plan:
     decode: list[Sequence] = dataclasses.field(default_factory=list)
     chunk: Chunk = Chunk(0)
     """What the decode chunk does."""
+    moves: list[Moves] = dataclasses.field(default_factory=list)
+    """Pages between the tiers of a tiered cache. They are to be made though there be no other work."""
 
     @property
     def has_work(self) -> bool:

@@ -14,7 +14,8 @@ def snapshot(
     meter: Meter, scheduler: Scheduler, runner: Runner, preemptions_before: int, drafting: Drafting | None
 ) -> EngineMetrics:
     """`preemptions_before` are those of schedulers that an interrupt has ended."""
-    pool, prefixes, programs = scheduler.pool, scheduler.prefixes, runner.programs
+    pools, prefixes, programs = scheduler.pools.values(), scheduler.prefixes, runner.programs
+    tiers = {} if runner.settings.tiers is None else scheduler.pools
     moved = {"demote": 0, "restore": 0} if runner.store is None else runner.store.num_moved
     seconds = time.perf_counter() - meter.start
     first, per_token, whole = meter.latencies()
@@ -35,9 +36,11 @@ def snapshot(
         time_to_first_token=first,
         time_per_output_token=per_token,
         end_to_end=whole,
-        pages=pool.num_usable,
-        pages_owned=pool.num_owned,
-        pages_cached=pool.num_idle,
+        pages=sum(pool.num_usable for pool in pools),
+        pages_owned=sum(pool.num_owned for pool in pools),
+        pages_cached=sum(pool.num_idle for pool in pools),
+        tier_pages={name: pool.num_usable for name, pool in tiers.items()},
+        tier_pages_owned={name: pool.num_owned for name, pool in tiers.items()},
         host_pages=runner.settings.host_pages,
         host_pages_used=0 if prefixes is None else prefixes.host.num_used,
         pages_demoted=moved["demote"],
