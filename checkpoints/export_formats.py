@@ -67,8 +67,8 @@ def scheme_of(tensor: QuantizedTensor, start: int, where: str) -> Scheme:
     return Scheme(codes.bits, False, group, codes.offsets is None, tensor.permutation is not None)
 
 
-def compressed_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.ndarray], Scheme]:
-    """A weight of compressed-tensors, of one tensor or of several one below the other, and what it is.
+def compressed_scheme(rows: Sequence[Rows], where: str) -> Scheme:
+    """What a weight of one tensor, or of several one below the other, is to compressed-tensors, from a row of each.
 
     Raises ValueError, beginning with `where`, for codes of a kind that the format does not have, or of several kinds.
     """
@@ -77,6 +77,18 @@ def compressed_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.nda
     if len(schemes) > 1 or len(orders) > 1:
         raise ValueError(f"{where} is one tensor in this family, and its parts have several precisions; {DECODE}")
     (scheme,) = schemes
+    counts = [start for _, start, _ in rows] + [stop - start for _, start, stop in rows[:-1]]
+    if any(count % scheme.block_rows for count in counts):
+        raise ValueError(f"{where} is one tensor in this family, and its parts begin within blocks; {DECODE}")
+    return scheme
+
+
+def compressed_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.ndarray], Scheme]:
+    """A weight of compressed-tensors, of one tensor or of several one below the other, and what it is.
+
+    Raises what `compressed_scheme` raises.
+    """
+    scheme = compressed_scheme(rows, where)
     permutation, in_features = rows[0][0].permutation, rows[0][0].shape[1]
     packed, scales, zeros = [], [], []
     for codes in _chunks(rows):
@@ -91,9 +103,6 @@ def compressed_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.nda
     scale = np.concatenate(scales)
     out_features = len(scale)
     if scheme.is_float:
-        counts = [start for _, start, _ in rows] + [stop - start for _, start, stop in rows[:-1]]
-        if any(count % scheme.block_rows for count in counts):
-            raise ValueError(f"{where} is one tensor in this family, and its parts begin within blocks; {DECODE}")
         return {"weight": np.concatenate(packed), "weight_scale": scale[:: scheme.block_rows]}, scheme
     parts = {
         "weight_packed": np.concatenate(packed),
@@ -109,8 +118,8 @@ def compressed_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.nda
     return parts, scheme
 
 
-def awq_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.ndarray], Scheme]:
-    """A weight of AWQ's gemm layout; symmetric codes get their zero, 8, written out.
+def awq_scheme(rows: Sequence[Rows], where: str) -> Scheme:
+    """What a weight is to AWQ, from a row of each of its tensors.
 
     Raises ValueError, beginning with `where`, for codes that the format does not have.
     """
@@ -124,6 +133,15 @@ def awq_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.ndarray], 
     out_features = sum(stop - start for _, start, stop in rows)
     if out_features % 8:
         raise ValueError(f"{where} has {out_features} outputs, AWQ needs a multiple of 8; {DECODE}")
+    return dataclasses.replace(scheme, symmetric=False)
+
+
+def awq_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.ndarray], Scheme]:
+    """A weight of AWQ's gemm layout, and what it is; symmetric codes get their zero, 8, written out.
+
+    Raises what `awq_scheme` raises.
+    """
+    scheme = awq_scheme(rows, where)
     words, scales, zeros = [], [], []
     for codes in _chunks(rows):
         words.append(_gemm_words(codes.codes.T))
@@ -135,7 +153,7 @@ def awq_parts(rows: Sequence[Rows], where: str) -> tuple[dict[str, np.ndarray], 
         "qzeros": _gemm_words(np.concatenate(zeros).T),
         "scales": np.ascontiguousarray(np.concatenate(scales).T),
     }
-    return parts, dataclasses.replace(scheme, symmetric=False)
+    return parts, scheme
 
 
 def pack_fields(values: np.ndarray, bits: int) -> np.ndarray:
@@ -155,7 +173,8 @@ def configuration(format: Format, modules: Mapping[str, Scheme], plain: Iterable
     if format == "awq":
         sizes = sorted({scheme.group_size or -1 for scheme in schemes})
         if len(sizes) != 1:
-            raise ValueError(f"groups are of {sizes} inputs, AWQ has one size; --format compressed-tensors takes them")
+            shown = " and of ".join("all" if size == -1 else str(size) for size in sizes)
+            raise ValueError(f"groups are of {shown} inputs, AWQ has one size; --format compressed-tensors takes them")
         settings = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": sizes[0], "zero_point": True}
         return settings | {"modules_to_not_convert": ignored or None}
     groups = {}

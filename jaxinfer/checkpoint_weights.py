@@ -44,7 +44,8 @@ type AnyCheckpoint = SafetensorsFolder | QuantizedFolder | GGUFFile | StoredTens
 class WeightsRequest:
     """How `load` was asked to read weights.
 
-    `streamed` says that each piece is gone before the next is read, so that only the largest has to fit.
+    `streamed` says that each piece is gone before the next is read, so that only the largest has to fit. `fitted` is
+    the plan of who asks for decoded weights in order to quantise them.
     """
 
     name: str
@@ -53,6 +54,7 @@ class WeightsRequest:
     plan: Plan | None
     progress: bool
     streamed: bool = False
+    fitted: Plan | None = None
 
 
 def check_memory(
@@ -173,6 +175,10 @@ def read_pieces(
         check_bytes(largest_piece(config) * dtype.itemsize, name, "the largest layer, or embedding and head, take")
     else:
         check_memory(config, dtype, name, packed=isinstance(read_packed, PackedReader), plan=plan)
+    quantised_by = plan or request.fitted
+    if quantised_by is not None:
+        quantised = {f"{weight}.weight" for weight in linear_names(config) if quantised_by.precision(weight)}
+        _warn_of_codes(name, checkpoint, [sources[weight].name for weight in sources if weight in quantised])
     tied = match.tied_head
     if tied is not None and not _same_rows(checkpoint, tied, sources["embed_tokens.weight"].name):
         log.warning("%s: %s differs from the embedding it is tied to; it is ignored", name, tied)
@@ -200,6 +206,20 @@ def tensor_reader(checkpoint: AnyCheckpoint, sources: Mapping[str, TensorSource]
             out[...] = names_gguf.unpermute_rows(out, source.unpermute_heads)
 
     return read_into
+
+
+def _warn_of_codes(name: str, checkpoint: AnyCheckpoint, wanted: list[str]) -> None:
+    """Says how many of the tensors that are to be quantised are quantised already: that costs quality twice."""
+    if isinstance(checkpoint, SafetensorsFolder):
+        return
+    codes = [source for source in wanted if checkpoint.code_bits(source) is not None]
+    if codes:
+        kinds = sorted({checkpoint.tensors[source].dtype for source in codes})
+        log.warning(
+            "%s: %d of %d weights to be quantised are codes already (%s), which are decoded and rounded again: that "
+            "loses more than quantising the original does; use the original, or load these codes without a plan",
+            *(name, len(codes), len(wanted), ", ".join(kinds)),
+        )
 
 
 def _same_rows(checkpoint: AnyCheckpoint, first: str, second: str, rows_at_once: int = 4096) -> bool:

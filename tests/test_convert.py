@@ -232,21 +232,51 @@ def test_fused_tensors_keep_their_codes(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+LAST = "layers.1.down_proj"
+
+
 @pytest.mark.parametrize(
-    ("format", "precision", "message"),
+    ("format", "rules", "message"),
     [
-        ("awq", Precision(8), "has 8 bits, AWQ has 4 bits for all"),
-        ("compressed-tensors", Precision(4, 16, method="hqq"), "has minima in place of zero points"),
+        ("awq", [Rule((LAST,), Precision(8))], f"model.{LAST}".replace("down", "mlp.down") + ".weight has 8 bits"),
+        ("awq", [Rule(("layers.1.o_proj",), Precision(4, 32))], "groups are of all and of 16 inputs, AWQ has one size"),
+        ("compressed-tensors", [Rule((LAST,), Precision(4, 16, method="hqq"))], "has minima in place of zero points"),
+        ("awq", [Rule(("*",), Precision(16))], "has no codes to write as awq; quantise it first"),
     ],
 )
-def test_what_a_format_has_no_form_for_is_refused(
-    format: Any, precision: Precision, message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+def test_what_a_format_has_no_form_for_is_refused_before_anything_is_written(
+    format: Any,
+    rules: list[Rule],
+    message: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    store = create(LLAMA, tmp_path / "store", plan=uniform("plan", precision))
+    """Also where it is the last weight."""
+    store = create(LLAMA, tmp_path / "store", plan=Plan((*rules, Rule(("*",), ASYMMETRIC))))
+    monkeypatch.setattr(ShardWriter, "write", lambda *given: pytest.fail("a file is written"))
     assert jaxinfer.cli.main(["convert", str(store), str(tmp_path / "out"), "--format", format]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["gptq act-order", "fp8 blocks", "gptq 8 bits", "nvfp4", "fp8 channel"])
+def test_an_outline_is_of_the_same_kind_as_the_store(kind: str, tmp_path: pathlib.Path) -> None:
+    """What the check before writing sees, for every tensor: of codes everything but their values."""
+    store = Store(create(quantized_checkpoints.make(kind, tmp_path).quantized, tmp_path / "store"))
+    real, outline = StoredTensors(store), StoredTensors(store).without_data()
+    quantised = [name for name in real.tensors if real.code_bits(name) is not None]
+    assert quantised
+    for name in quantised:
+        a, b = real.quantized(name), outline.quantized(name)
+        assert a is not None and b is not None
+        assert (a.shape, a.block_rows, a.permutation is None) == (b.shape, b.block_rows, b.permutation is None)
+        for first, second in zip(vars(a.rows(1, 3)).values(), vars(b.rows(1, 3)).values(), strict=True):
+            if isinstance(first, np.ndarray):
+                assert (first.shape, first.dtype) == (second.shape, second.dtype)
+            else:
+                assert first == second
 
 
 def test_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

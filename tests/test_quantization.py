@@ -16,6 +16,7 @@ from jaxinfer.generation import logits
 from jaxinfer.layers.weights import StackedOutputs
 from jaxinfer.model import Model, load
 from jaxinfer.quantization.api import quantize
+from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.hqq import half_quadratic
 from jaxinfer.quantization.plan import PRESETS, Plan, Precision, Rule, from_mapping, resolve, uniform
 from jaxinfer.quantization.rtn import CLIP_RATIOS, ERROR_EXPONENT, round_to_nearest
@@ -263,10 +264,23 @@ def test_what_cannot_be_quantised(folder: pathlib.Path) -> None:
         load(folder, quantize="int3", random_weights=0)
 
 
-def test_a_quantised_checkpoint_can_be_quantised_anew(tmp_path: pathlib.Path) -> None:
+def test_a_quantised_checkpoint_can_be_quantised_anew(tmp_path: pathlib.Path, caplog) -> None:
+    """Which costs quality twice, and is said: of what the plan quantises, whoever reads it."""
     case = quantized_checkpoints.make("fp8 channel", tmp_path)
     again = load_dense(case.quantized, quantize="int4").params
+    said = "weights to be quantised are codes already (FP8), which are decoded and rounded again"
+    assert f"7 of 7 {said}" in caplog.text
+    caplog.clear()
     expected = load_dense(case.dense, quantize="int4").params
+    windows = Windows(np.full((2, 16), 7, np.int32), np.full((1, 16), 7, np.int32), "sevens")
+    quantize(case.dense, "int4", calibration=windows, progress=False)
+    load_dense(case.quantized, quantize=uniform("as it is", Precision(16)))
+    assert not caplog.records
+    quantize(case.quantized, "int4", calibration=windows, out=tmp_path / "store", progress=False)
+    assert f"7 of 7 {said}" in caplog.text
+    caplog.clear()
+    quantize(tmp_path / "store", Plan((Rule(("*.o_proj",), Precision()),)), dtype="float32", progress=False)
+    assert "1 of 1 weights to be quantised are codes already (int4, groups of 64)" in caplog.text
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
     (tmp_path / "plan.toml").write_text(f"[[rules]]\nweights = {json.dumps('*')}\nbits = 2\n")

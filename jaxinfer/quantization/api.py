@@ -169,7 +169,7 @@ def write_quantized(
         weights_dtype = written_dtype(source, dtype, name)
         windows = windows_for(calibration, source.tokenizer, source.config)
         quantizer = CalibratedQuantizer(source.config, plan, windows, weights_dtype, promote_above=promote_above)
-        request = WeightsRequest(name, weights_dtype, packed=False, plan=None, progress=False, streamed=True)
+        request = WeightsRequest(name, weights_dtype, False, None, progress=False, streamed=True, fitted=plan)
         with StoreWriter(out, source.config, weights_dtype, model=name, files=source.files()) as store:
             store.write_all(quantizer.pieces(source.pieces(request), progress=progress))
             report = quantizer.report()
@@ -201,7 +201,7 @@ def _calibrated(
         windows = windows_for(calibration, source.tokenizer, source.config)
         quantizer = CalibratedQuantizer(source.config, plan, windows, weights_dtype, promote_above=promote_above)
         check_memory(source.config, weights_dtype, name, plan=plan)
-        request = WeightsRequest(name, weights_dtype, packed=False, plan=None, progress=False, streamed=True)
+        request = WeightsRequest(name, weights_dtype, False, None, progress=False, streamed=True, fitted=plan)
         params = from_pieces(quantizer.pieces(source.pieces(request), progress=progress))
         return Model(source.config, params, source.tokenizer, weights_dtype, name, quantization=quantizer.report())
 

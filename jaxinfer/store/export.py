@@ -4,18 +4,26 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.export import ShardWriter
-from checkpoints.export_formats import Scheme, awq_parts, compressed_parts, configuration
-from checkpoints.formats.codes import QuantizedTensor
+from checkpoints.export_formats import (
+    Rows,
+    Scheme,
+    awq_parts,
+    awq_scheme,
+    compressed_parts,
+    compressed_scheme,
+    configuration,
+)
 from checkpoints.names import TensorSource, hugging_face_sources
 from checkpoints.progress import is_watched, progress_bar
+from checkpoints.quantized import QuantizedFolder
 from checkpoints.safetensors import SafetensorsFolder
 from jaxinfer.checkpoint_weights import AnyCheckpoint, tensor_reader
 from jaxinfer.config import ModelConfig
@@ -23,6 +31,7 @@ from jaxinfer.model import weights_dtype_for
 from jaxinfer.params import canonical_shapes, piece_specs
 from jaxinfer.source import GGUFSource, Source, StoreSource, open_source
 from jaxinfer.store.create import written_dtype
+from jaxinfer.store.tensors import StoredTensors
 from jaxinfer.store.unfinished import check_free, written_whole
 
 log = logging.getLogger("jaxinfer")
@@ -59,27 +68,27 @@ def export(
         files = opened.files() | _report(opened)
         config_json = _config_json(opened, files, os.fspath(source))
         weights_dtype = np.dtype(written_dtype(opened, dtype, os.fspath(source)))
-        with written_whole(path) as folder, opened.tensors() as (checkpoint, match):
+        with opened.tensors() as (checkpoint, match):
             if match.mismatch:
                 raise CheckpointError(f"{os.fspath(source)}: {match.mismatch}")
             tensors = _Tensors(opened, checkpoint, match.sources, format, weights_dtype)
-            tensors.write(folder, progress)
-            if format != "safetensors" and not tensors.schemes:
-                raise ValueError(f"{os.fspath(source)} has no codes to write as {format}; quantise it first")
             config_json |= {"dtype": str(weights_dtype), "tie_word_embeddings": not tensors.own_head}
-            if any(scheme.act_order for scheme in tensors.schemes.values()):
-                log.warning(
-                    "%s: inputs are in the order of their activations (actorder group), which compressed-tensors 0.20 "
-                    "refuses and earlier versions read",
-                    path,
-                )
-            if tensors.schemes:
-                config_json["quantization_config"] = configuration(
-                    "awq" if format == "awq" else "compressed-tensors", tensors.schemes, tensors.plain
-                )
-            for name, content in (files | {"config.json": json.dumps(config_json, indent=2).encode()}).items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
+            if format != "safetensors":
+                schemes, plain = tensors.schemes()
+                if not schemes:
+                    raise ValueError(f"{os.fspath(source)} has no codes to write as {format}; quantise it first")
+                config_json["quantization_config"] = configuration(format, schemes, plain)
+                if any(scheme.act_order for scheme in schemes.values()):
+                    log.warning(
+                        "%s: inputs are in the order of their activations (actorder group), which compressed-tensors "
+                        "0.20 refuses and earlier versions read",
+                        path,
+                    )
+            with written_whole(path) as folder:
+                tensors.write(folder, progress)
+                for name, content in (files | {"config.json": json.dumps(config_json, indent=2).encode()}).items():
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / name).write_bytes(content)
     return path
 
 
@@ -102,11 +111,16 @@ def _config_json(opened: Source, files: Mapping[str, bytes], name: str) -> dict[
     return {k: v for k, v in content.items() if k not in ("quantization_config", "compression_config", "torch_dtype")}
 
 
-class _Tensors:
-    """Writes the tensors of a model under the names that its family has in Hugging Face's folders.
+class _Targets(NamedTuple):
+    """The tensors of a file by name, each with the canonical ones that it is made of; `norms` are among the others."""
 
-    After `write`, `schemes` are the modules that are quantised and how, `plain` the linear ones that are not.
-    """
+    linear: dict[str, list[str]]
+    other: dict[str, list[str]]
+    norms: set[str]
+
+
+class _Tensors:
+    """The tensors of a model under the names that its family has in Hugging Face's folders."""
 
     def __init__(
         self,
@@ -116,8 +130,6 @@ class _Tensors:
         format: ExportFormat,
         dtype: np.dtype,
     ) -> None:
-        self.schemes: dict[str, Scheme] = {}
-        self.plain: list[str] = []
         self._config, self._checkpoint, self._sources = opened.config, checkpoint, sources
         self._format, self._dtype = format, dtype
         self._read_into = tensor_reader(checkpoint, sources)
@@ -125,53 +137,79 @@ class _Tensors:
         # A store has norms with the family's offset added, a folder has them without.
         self._norm_offset = opened.config.norm_offset if isinstance(opened, StoreSource) else 0.0
 
+    def schemes(self) -> tuple[dict[str, Scheme], list[str]]:
+        """How each quantised module will be written, and which linear ones are not quantised; nothing large is read.
+
+        Raises ValueError, naming the weight, for codes that the format does not have.
+        """
+        checkpoint = self._checkpoint
+        outline = checkpoint.without_data() if isinstance(checkpoint, QuantizedFolder | StoredTensors) else checkpoint
+        scheme_of = awq_scheme if self._format == "awq" else compressed_scheme
+        schemes: dict[str, Scheme] = {}
+        plain: list[str] = []
+        for targets in self._files():
+            for target, members in targets.linear.items():
+                rows, module = self._codes(outline, target, members), target.removesuffix(".weight")
+                if rows:
+                    schemes[module] = scheme_of(rows, target)
+                else:
+                    plain.append(module)
+        return schemes, plain
+
     def write(self, folder: pathlib.Path, progress: bool) -> None:
         """A file for what is outside the layers, and one for each layer."""
-        config = self._config
-        shapes = canonical_shapes(config)
+        count = self._config.num_layers + 1
+        shapes = canonical_shapes(self._config)
         if self.own_head:
             shapes[_HEAD] = shapes["embed_tokens.weight"]
-        targets = _targets(config)
-        writer = ShardWriter(folder, config.num_layers + 1)
-        with progress_bar(total=config.num_layers + 1, unit="file", desc="Writing", shown=progress, leave=False) as bar:
-            for _, specs in piece_specs(config, own_head=self.own_head):
-                found: dict[str, list[str]] = {}
-                linear = {name for spec in specs.values() if spec.is_linear for name in spec.sources}
-                norms = {name for spec in specs.values() if spec.is_norm for name in spec.sources}
-                for canonical in (name for spec in specs.values() for name in spec.sources):
-                    found.setdefault(targets[canonical], []).append(canonical)
+        writer = ShardWriter(folder, count)
+        with progress_bar(total=count, unit="file", desc="Writing", shown=progress, leave=False) as bar:
+            for targets in self._files():
                 tensors: dict[str, np.ndarray] = {}
-                for target, members in found.items():
-                    if linear.issuperset(members):
-                        tensors |= self._linear(target, members, shapes)
-                    else:
-                        tensors[target] = self._dense(members, shapes, norm=norms.issuperset(members))
+                for target, members in targets.linear.items():
+                    tensors |= self._linear(target, members, shapes)
+                for target, members in targets.other.items():
+                    tensors[target] = self._dense(members, shapes, norm=targets.norms.issuperset(members))
                 writer.write(tensors)
                 bar.update()
         writer.finish()
 
+    def _files(self) -> Iterator["_Targets"]:
+        """What each file has."""
+        names = _target_names(self._config)
+        for _, specs in piece_specs(self._config, own_head=self.own_head):
+            linear = {name for spec in specs.values() if spec.is_linear for name in spec.sources}
+            targets = _Targets({}, {}, {name for spec in specs.values() if spec.is_norm for name in spec.sources})
+            for canonical in (name for spec in specs.values() for name in spec.sources):
+                kind = targets.linear if canonical in linear else targets.other
+                kind.setdefault(names[canonical], []).append(canonical)
+            yield targets
+
     def _linear(self, target: str, members: list[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
         """The parts of a linear weight, or the weight."""
-        module = target.removesuffix(".weight")
-        rows = [] if self._format == "safetensors" else [self._codes(name) for name in members]
-        quantised = [part for part in rows if part is not None]
-        if not quantised:
-            self.plain.append(module)
+        rows = [] if self._format == "safetensors" else self._codes(self._checkpoint, target, members)
+        if not rows:
             return {target: self._dense(members, shapes)}
-        if len(quantised) != len(members):
-            raise ValueError(f"{target} is one tensor in this family, and only a part of it is quantised")
-        make = awq_parts if self._format == "awq" else compressed_parts
-        parts, self.schemes[module] = make(quantised, target)
-        return {f"{module}.{part}": array for part, array in parts.items()}
+        parts, _ = (awq_parts if self._format == "awq" else compressed_parts)(rows, target)
+        return {f"{target.removesuffix('.weight')}.{part}": array for part, array in parts.items()}
 
-    def _codes(self, canonical: str) -> tuple[QuantizedTensor, int, int] | None:
-        source = self._sources[canonical]
-        if isinstance(self._checkpoint, SafetensorsFolder) or self._checkpoint.code_bits(source.name) is None:
-            return None
-        tensor = self._checkpoint.quantized(source.name)
-        assert tensor is not None
-        start, stop = source.rows or (0, tensor.shape[0])
-        return tensor, start, stop
+    def _codes(self, checkpoint: AnyCheckpoint, target: str, members: list[str]) -> list[Rows]:
+        """The codes that a tensor is made of, one below the other; none if it is not quantised.
+
+        Raises ValueError where only some of them are.
+        """
+        if isinstance(checkpoint, SafetensorsFolder):
+            return []
+        sources = [self._sources[name] for name in members]
+        quantised = [source for source in sources if checkpoint.code_bits(source.name) is not None]
+        if quantised and len(quantised) != len(members):
+            raise ValueError(f"{target} is one tensor in this family, and only a part of it is quantised")
+        rows = []
+        for source in quantised:
+            tensor = checkpoint.quantized(source.name)
+            assert tensor is not None
+            rows.append((tensor, *(source.rows or (0, tensor.shape[0]))))
+        return rows
 
     def _dense(self, members: list[str], shapes: Mapping[str, tuple[int, ...]], *, norm: bool = False) -> np.ndarray:
         parts = []
@@ -182,7 +220,7 @@ class _Tensors:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _targets(config: ModelConfig) -> dict[str, str]:
+def _target_names(config: ModelConfig) -> dict[str, str]:
     """The tensor of the family's folders that each canonical one is, or is a part of."""
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     sources, _ = hugging_face_sources(

@@ -1,5 +1,6 @@
 """A store tensor by tensor, under the canonical names, like any checkpoint: to quantise it anew or to convert it."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -91,6 +92,10 @@ class StoredTensors:
     def release(self, name: str) -> None:
         """Does nothing: the next tensor is often of the same weight."""
 
+    def without_data(self) -> "StoredTensors":
+        """The same tensors with codes and scales that read as zeros: nothing is read to tell of what kind they are."""
+        return _Outline(self._store)
+
     def close(self) -> None:
         self._last = None
 
@@ -114,6 +119,32 @@ class StoredTensors:
             self._last = (piece, field), self._store.host_weight(piece, field)
         weight, (_, start, index) = self._last[1], self._part(name)
         return (weight.parts[index] if isinstance(weight, StackedOutputs) else weight), start
+
+
+class _Outline(StoredTensors):
+    """Memory that is never written to is never taken, so the zeros cost nothing."""
+
+    def _host(self, name: str) -> tuple[Any, int]:
+        part, start, _ = self._part(name)
+        return _zeros(part), start
+
+
+def _zeros(part: Any) -> Any:
+    """A weight of the same kind whose codes, scales and offsets are zeros, in the canonical layout."""
+    if isinstance(part, PermutedInputs):
+        return PermutedInputs(_zeros(part.weight), np.zeros(part.permutation.shape, np.int32))
+    if not isinstance(part, Packed):
+        return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), part)
+    out_features, in_features = part.shape
+    groups = (out_features, part.num_groups)
+    return dataclasses.replace(
+        part,
+        codes=np.zeros((out_features, -(-in_features * part.bits // 8)), np.uint8),
+        scales=np.zeros(groups, part.scales.dtype),
+        offsets=None if part.offsets is None else np.zeros(groups, part.offsets.dtype),
+        layout="canonical",
+        **({} if part.book is None else {"book": np.zeros(part.book.shape, part.book.dtype)}),
+    )
 
 
 def _rows(weight: Any, first: int, start: int, stop: int) -> Codes:
