@@ -146,7 +146,9 @@ def test_bench_makes_programs_for_its_workload_alone(
     assert main(["bench", str(folder), "--workload", str(workload)]) == 2
     assert "prompt 1 has 65 tokens, but the context of" in capsys.readouterr().err
     workload.write_text('{"prompt_tokens": 3}\n{"prompt_tokens": 5, "params": {"logprobs": 2}}\n')
-    assert main(["bench", str(folder), "--workload", str(workload)]) == 2
+    options = ["--prefill-tile", "32", "--host-pages", "4"]
+    assert main(["bench", str(folder), "--workload", str(workload), *options]) == 2
+    assert (made[2].packed[0], made[2].host_pages) == ((2, 32), 4)
     assert [layout.variant.num_logprobs for layout in made[2].layouts] == [None, 5]
 
 
@@ -158,6 +160,8 @@ def test_bench_makes_programs_for_its_workload_alone(
         (["--prompt-tokens", "9", "2"], "--prompt-tokens 9 2: expected two lengths of at least 1"),
         (["--output-tokens", "1", "999999999"], "the smaller first, and at most the context, 64"),
         (["--workload", "none.jsonl"], "none.jsonl: No such file"),
+        (["--prefill-tile", "48"], ": expected multiples of --prefill-tile 48\n"),
+        (["--host-pages", "4", "--no-prefix-cache"], "--host-pages needs the prefix cache"),
     ],
     ids=str,
 )

@@ -22,7 +22,7 @@ from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative import compatibility
 from jaxinfer.speculative.acceptance import Proposal
-from jaxinfer.speculative.comparison import Choices, Run
+from jaxinfer.speculative.comparison import Choices, Run, compare, measure_plain, num_runs
 from jaxinfer.speculative.compatibility import expected_acceptance
 from jaxinfer.speculative.lossy import LossyTopK
 from jaxinfer.speculative.model_draft import ModelDraft
@@ -393,6 +393,18 @@ def test_spec_bench_prints_the_comparison(tmp_path, capsys: pytest.CaptureFixtur
     assert "is lossy: 100.0% of tokens are the target's first choice, 0.000 nats from it" in shown
     assert main([*common, "--draft", "self:none"]) == 2
     assert "expected self:N with a number of layers" in capsys.readouterr().err
+
+
+def test_runs_of_a_comparison_are_counted_as_they_end():
+    """What spec-bench shows of many repeats: one to compile and the repeats, plain, verifying, and with the draft."""
+    model, ended = markov.model({1: 2, 2: 3, 3: 1}), []
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    plain = measure_plain(model, [[1]], params, repeats=2, after_run=lambda: ended.append("plain"))
+    speculation = Speculation(NgramDraft(k=2), policy=FixedLength())
+    found = compare(model, [[1]], params, speculation, plain=plain, repeats=2, after_run=lambda: ended.append("draft"))
+    assert (ended.count("plain"), ended.count("draft")) == (3, 6)
+    assert len(ended) == num_runs(1, repeats=2)
+    assert found.same_tokens == 1
 
 
 def test_choices_by_hand():

@@ -27,6 +27,8 @@ def run(options: argparse.Namespace) -> int:
     for name, value in (("--rate", options.rate), ("--requests", options.requests)):
         if not value > 0:
             raise ValueError(f"{name} {value}; expected a number above 0")
+    if options.host_pages and options.no_prefix_cache:
+        raise ValueError("--host-pages needs the prefix cache, which is what finds them; leave out --no-prefix-cache")
     check_picture("--timeline", options.timeline)
     shown = not options.quiet
     random_weights = {} if options.random_weights is None else {"random_weights": options.random_weights}
@@ -55,7 +57,9 @@ def run(options: argparse.Namespace) -> int:
         decode_stall_ms=options.decode_stall_ms,
         decode_order=options.decode_order,
         policy=options.policy,
+        prefill_tile=options.prefill_tile,
         prefix_cache=not options.no_prefix_cache,
+        host_pages=options.host_pages,
         sampling=tuple(dict.fromkeys(dataclasses.replace(one.params, max_tokens=None) for one in arrivals)),
     )
     draft = None if options.draft is None else make_draft(model, options.draft, options.k)

@@ -34,6 +34,12 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-decode-batch", type=int, metavar="N", help="sequences in one decode chunk")
     parser.add_argument("--max-prefill-tokens", type=int, metavar="N", help="prompt tokens computed in one round")
+    parser.add_argument(
+        "--prefill-tile",
+        type=int,
+        metavar="N",
+        help="lay prompts into calls in rows of so many tokens, without padding",
+    )
     parser.add_argument("--max-context", type=int, metavar="N", help="longest prompt and output of a request")
     parser.add_argument("--decode-chunk", type=int, metavar="N", help="decode steps in one program")
     parser.add_argument("--decode-stall-ms", type=float, metavar="X", help="longest that decoding may wait for prefill")
@@ -51,6 +57,9 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--k", type=int, default=4, metavar="N", help="drafted tokens a step at most (4)")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt whole")
+    parser.add_argument(
+        "--host-pages", type=int, default=0, metavar="N", help="pages of host memory for what the pool evicts (0)"
+    )
     parser.add_argument("--no-warmup", action="store_true", help="compile while serving, to see what that costs")
     parser.add_argument("--timeline", metavar="FILE.png", help="also draw when the device did what (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object; times in seconds")

@@ -116,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of which the fastest counts (3)")
     bench.add_argument("--json", action="store_true", help="print one JSON object for each k, nothing else")
+    bench.add_argument("--quiet", action="store_true", help="no progress on standard error")
     add_sampling(bench, leave_out=("logprobs", "prompt_logprobs"), defaults={"max_tokens": 128, "temperature": 0.0})
 
     add_loading(commands["score"])

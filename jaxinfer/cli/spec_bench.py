@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 
+from checkpoints.progress import progress_bar
 from jaxinfer.cli.options import json_line, loading, read_text, sampling_values
 from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
@@ -14,6 +15,7 @@ from jaxinfer.speculative.comparison import (
     compare,
     first_differences,
     measure_plain,
+    num_runs,
 )
 from jaxinfer.speculative.drafts import Draft, ModelDraft, NgramDraft, SelfDraft
 from jaxinfer.speculative.lossy import LossyKL, LossyTopK, LossyTypical
@@ -42,26 +44,37 @@ def run(options: argparse.Namespace) -> int:
     if options.repeats < 1:
         raise ValueError(f"--repeats {options.repeats}; expected at least 1")
     texts = _texts(options)
-    model = load(options.model, **loading(options), progress=True)
+    shown = not options.quiet
+    model = load(options.model, **loading(options), progress=shown)
     prompts = [_prompt(model, text) for text in texts]
     drafts = [make_draft(model, options.draft, k) for k in options.k]
-    plain = measure_plain(model, prompts, params, repeats=options.repeats)
-    for draft in drafts:
-        speculation = Speculation(draft, acceptance=acceptance, policy=FixedLength())
-        found = compare(model, prompts, params, speculation, plain=plain, repeats=options.repeats)
-        quality = None if acceptance.lossless else _quality(model, prompts, found)
-        print(json_line(_record(found, acceptance, quality)) if options.json else found)
-        if acceptance.lossless and params.greedy and not options.json:
-            for difference in first_differences(model, prompts, found):
-                print(
-                    f"  prompt {difference.prompt_index} differs from token {difference.place} on, "
-                    f"a tie within {abs(difference.gap):.2g} nats"
-                )
-        if quality is not None and not options.json:
-            print(f"  {acceptance!r} is lossy: {_shown(quality[1])};")
-            print(f"  of plain decoding {_shown(quality[0])}")
-        sys.stdout.flush()
+    total, repeats = num_runs(len(drafts), options.repeats), options.repeats
+    with progress_bar(total=total, unit="run", desc="Measuring", shown=shown, leave=False) as bar:
+        plain = measure_plain(model, prompts, params, repeats=repeats, after_run=bar.update)
+        for draft in drafts:
+            speculation = Speculation(draft, acceptance=acceptance, policy=FixedLength())
+            found = compare(model, prompts, params, speculation, plain=plain, repeats=repeats, after_run=bar.update)
+            bar.clear()
+            _print(model, prompts, found, acceptance, as_json=options.json, greedy=params.greedy)
     return 0
+
+
+def _print(
+    model: Model, prompts: list[list[int]], found: Comparison, acceptance: Acceptance, *, as_json: bool, greedy: bool
+) -> None:
+    """A report, and what only a second look at the outputs tells."""
+    quality = None if acceptance.lossless else _quality(model, prompts, found)
+    print(json_line(_record(found, acceptance, quality)) if as_json else found)
+    if acceptance.lossless and greedy and not as_json:
+        for difference in first_differences(model, prompts, found):
+            print(
+                f"  prompt {difference.prompt_index} differs from token {difference.place} on, "
+                f"a tie within {abs(difference.gap):.2g} nats"
+            )
+    if quality is not None and not as_json:
+        print(f"  {acceptance!r} is lossy: {_shown(quality[1])};")
+        print(f"  of plain decoding {_shown(quality[0])}")
+    sys.stdout.flush()
 
 
 def make_draft(model: Model, name: str, k: int) -> Draft:

@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxinfer.generation import generate, stream
 from jaxinfer.model import Model
@@ -93,17 +93,25 @@ def compare(
     *,
     plain: tuple[Run, float] | None = None,
     repeats: int = 3,
+    after_run: Callable[[], object] = lambda: None,
 ) -> Comparison:
     """Runs prompts as one batch: once to compile, then `repeats` times, of which the fastest counts.
 
     `plain` is what `measure_plain` gave for the same prompts; it is measured here otherwise. `speculation` should have
-    a fixed length, or its steps are of different kinds.
+    a fixed length, or its steps are of different kinds. `after_run` is called after each of the `num_runs`.
     """
-    plain_run, plain_step = measure_plain(model, prompts, params, repeats=repeats) if plain is None else plain
+    if plain is None:
+        plain = measure_plain(model, prompts, params, repeats=repeats, after_run=after_run)
+    plain_run, plain_step = plain
     k = speculation.draft.k
-    _, _, verify_step = _measure(model, prompts, params, _verification(k), repeats)
-    run, report, step = _measure(model, prompts, params, speculation, repeats)
+    _, _, verify_step = _measure(model, prompts, params, _verification(k), repeats, after_run)
+    run, report, step = _measure(model, prompts, params, speculation, repeats, after_run)
     return Comparison(speculation.draft.name, k, plain_run, run, report, plain_step, verify_step, step)
+
+
+def num_runs(num_speculations: int, repeats: int) -> int:
+    """Runs of `measure_plain` and of `compare` for each speculation after it."""
+    return (1 + repeats) * (1 + 2 * num_speculations)
 
 
 def compile_ahead(
@@ -183,10 +191,17 @@ def measure_plain(
     params: SamplingParams | Sequence[SamplingParams],
     *,
     repeats: int = 3,
+    after_run: Callable[[], object] = lambda: None,
 ) -> tuple[Run, float]:
-    """Generation without a draft, and the seconds of one of its steps."""
-    runs = [timed_run(model, prompts, params, None) for _ in range(repeats + 1)][1:]
-    best = min(runs, key=lambda run: run.seconds)
+    """Generation without a draft, and the seconds of one of its steps. `after_run` is called after each run."""
+    timed_run(model, prompts, params, None)
+    after_run()
+    best = None
+    for _ in range(repeats):
+        run = timed_run(model, prompts, params, None)
+        after_run()
+        best = run if best is None or run.seconds < best.seconds else best
+    assert best is not None
     longest = max(len(tokens) for tokens in best.token_ids.values())
     return best, best.seconds / max(1, longest - 1)
 
@@ -197,17 +212,21 @@ def _measure(
     params: SamplingParams | Sequence[SamplingParams],
     speculation: Speculation,
     repeats: int,
+    after_run: Callable[[], object],
 ) -> tuple[Run, SpeculationReport, float]:
     """The fastest run, its report, and the median seconds of a step."""
     timed_run(model, prompts, params, speculation)
-    runs, steps = [], []
+    after_run()
+    best, steps = None, []
     for _ in range(repeats):
         speculation.reset()
         run = timed_run(model, prompts, params, speculation)
-        runs.append((run, speculation.report))
-        steps.append(sum(speculation.report.seconds.values()) / max(1, sum(speculation.report.steps.values())))
-    best, report = min(runs, key=lambda pair: pair[0].seconds)
-    return best, report, statistics.median(steps)
+        after_run()
+        report = speculation.report
+        best = (run, report) if best is None or run.seconds < best[0].seconds else best
+        steps.append(sum(report.seconds.values()) / max(1, sum(report.steps.values())))
+    assert best is not None
+    return *best, statistics.median(steps)
 
 
 def timed_run(
