@@ -45,6 +45,7 @@ TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
     (256, "qkv", [EVEN | {"tokens": 128}, EVEN | {"tokens": 256}, {"warpgroups": 3, "tokens": 128, "slices": 2}]),
     (256, "o", [{}, EVEN | {"tokens": 128}]),
     (256, "gate_up", [EVEN | {"tokens": 128, "tiles": 2, "turns": True}]),
+    (512, "gate_up", [{}, {"turns": True}]),
     (1024, "o", [{}]),
 ]
 """Changes to the schedules that tuning chooses."""
