@@ -43,6 +43,16 @@ class _Part:
         self.header: Header = parse_header(self._map, str(path))
         self.bytes: np.ndarray | None = np.frombuffer(self._map, np.uint8)
 
+    def check_size(self) -> None:
+        """Raises CheckpointError for a file that has been cut since: what touches the missing pages is ended by the
+        system (SIGBUS). Looked at before each tensor, so a file must not shrink while one is decoded."""
+        size, mapped = self._map.size(), len(self._map)
+        if size < mapped:
+            raise CheckpointError(
+                f"{self.path} has {size} of the {mapped} bytes that it had when it was opened; download it again, and "
+                "replace a file that is in use by renaming another one to it"
+            )
+
     def release(self, start: int, stop: int) -> None:
         """Drops the whole pages of a byte range from this process; the system may still cache them.
 
@@ -188,6 +198,7 @@ def _convert(values: np.ndarray, out: np.ndarray, what: str) -> None:
 def _mapped(part: _Part) -> np.ndarray:
     if part.bytes is None:
         raise CheckpointError(f"{part.path}: the file has been closed; open it again to read more")
+    part.check_size()
     return part.bytes
 
 

@@ -1,5 +1,6 @@
 """Damaged and hostile GGUF files: an error that says what is wrong, no crash, no large allocation."""
 
+import os
 import pathlib
 import struct
 import tracemalloc
@@ -179,6 +180,25 @@ def test_every_truncation_is_an_error(tmp_path: pathlib.Path) -> None:
     for size in [*range(800), *range(800, end_of_data, 13), end_of_data - 1]:
         assert not parse_and_read(path, SMALL[:size]), size
     assert parse_and_read(path, SMALL[:end_of_data])
+
+
+def test_a_file_cut_after_it_was_opened(tmp_path: pathlib.Path) -> None:
+    """Touching pages that are not there any more would end the process (SIGBUS)."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(SMALL)
+    with GGUFFile(path) as file:
+        assert file.read("blk.0.w").shape == (2, 256)
+        os.truncate(path, 32)
+        for read in (file.read, file.read_blocks, file.quantized):
+            with pytest.raises(CheckpointError, match=f"model.gguf has 32 of the {len(SMALL)} bytes that it had when"):
+                read("blk.0.w")
+        path.unlink()
+        path.write_bytes(b"")
+    path.write_bytes(SMALL)
+    with GGUFFile(path) as file:  # replaced by another file, as downloads do
+        path.unlink()
+        path.write_bytes(b"")
+        assert file.read("blk.0.w").shape == (2, 256)
 
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 8, 31, 32, 255, 2**16, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1])
