@@ -33,11 +33,13 @@ HEAD_DIM, PAGE, PAGES, POSITION = 128, 16, 32, 256
 RESIDUAL = Fusion(residual=True)
 
 
-def one_strip_a_block(shape: tuple[int, int], fusion: Fusion, *, parts: int, early: bool, depth: int = 0) -> Schedule:
-    """Of `parts` x 128 inputs a warp; `depth`: more shared memory than is used."""
-    (inputs, outputs), unit = shape, 2 if fusion.gated else 1
-    blocks = outputs // 16 // unit
-    return Schedule(inputs // PART // parts, parts, unit, max(unit, depth), blocks, once=True, early=early)
+def all_at_once(
+    shape: tuple[int, int], fusion: Fusion, *, parts: int, early: bool, each: int = 1, depth: int = 0
+) -> Schedule:
+    """Blocks of `each` strips of results, warps of `parts` x 128 inputs; `depth`: more shared memory than is used."""
+    (inputs, outputs), strips = shape, (2 if fusion.gated else 1) * each
+    blocks = outputs // 16 // strips
+    return Schedule(inputs // PART // parts, parts, strips, max(strips, depth), blocks, once=True, early=early)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,11 +76,13 @@ WIDER = {"o", "down"}
 """Products with 256 inputs a warp, so that the sum over warps is short."""
 
 
-def small(*, narrow: int = 1, **options: Any) -> dict[str, Schedule]:
-    return {
-        name: one_strip_a_block(*product, parts=2 if name in WIDER else narrow, **options)
-        for name, product in DRAFT.items()
-    }
+def small(*, narrow: int = 1, qkv: int = 1, **options: Any) -> dict[str, Schedule]:
+    """`narrow`: parts of the products that are not wider; `qkv`: strips of a block of qkv."""
+    schedules = {}
+    for name, product in DRAFT.items():
+        each = qkv if name == "qkv" else 1
+        schedules[name] = all_at_once(*product, parts=2 if name in WIDER else narrow, each=each, **options)
+    return schedules
 
 
 SMALL = Model(
@@ -91,6 +95,7 @@ SMALL = Model(
         "a strip a block": small(early=False),
         "same, early": small(early=True),
         "same, early, 256 inputs a warp": small(early=True, narrow=2),
+        "same, early, qkv two strips": small(early=True, qkv=2),
         "same, early, more shared memory": small(early=True, depth=6),
     },
     predicted={
@@ -98,12 +103,14 @@ SMALL = Model(
         (1, "a strip a block"): 16.0,
         (1, "same, early"): 13.0,
         (1, "same, early, 256 inputs a warp"): 13.3,
+        (1, "same, early, qkv two strips"): 12.9,
         (1, "same, early, more shared memory"): 13.0,
         (2, NOW): 19.8,
         (2, "same, early"): 13.5,
         (16, NOW): 31.0,
         (16, "a strip a block"): 21.0,
         (16, "same, early"): 18.5,
+        (16, "same, early, qkv two strips"): 18.3,
     },
 )
 MODELS = {"8b": LARGE, "0.6b": SMALL}

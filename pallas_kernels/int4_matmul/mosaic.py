@@ -35,8 +35,9 @@ from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Plan, Schedule
+from pallas_kernels.int4_matmul.row import Row
 from pallas_kernels.int4_matmul.rows import Float8, RowStream
-from pallas_kernels.int4_matmul.scaled import Row, Scaled
+from pallas_kernels.int4_matmul.scaled import Scaled
 from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.strip import (
     Arguments,

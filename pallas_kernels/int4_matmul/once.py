@@ -1,4 +1,4 @@
-"""The INT4 product of a small matrix: each block computes one strip of results, and fetches its weights all at once.
+"""The INT4 product of a small matrix: each block has a strip of results or two, and fetches its weights all at once.
 
 What such a kernel takes is latency: of a launch, of the first words, of x, of the sum over its warps. A block is small
 enough here for those of two kernels to be on a multiprocessor together. So a kernel that may ask for its weights before
@@ -13,8 +13,9 @@ from typing import Any
 
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.operands import Halves, Tokens
-from pallas_kernels.int4_matmul.packing import COLUMNS
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
+from pallas_kernels.int4_matmul.row import Row
 from pallas_kernels.int4_matmul.stream import Stream
 from pallas_kernels.int4_matmul.strip import (
     Arguments,
@@ -42,9 +43,13 @@ def fetch(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """One warp's work behind the kernel before this one; everything that does not need x is done while x comes."""
     stream = Stream(w, plan, a.weights, slice_, block)
-    tokens = Tokens(w, plan, a.x, a.norm, stream.first_tile)
-    zero = w.integer(0)
-    results = results_of(w, plan, slice_, block, w.integer(plan.strip_parts), zero, plan.strip_parts)
+    # What several lanes would have to normalise is normalised once, and then passed around.
+    if plan.norm_bytes and Row.serves(plan):
+        tokens = Row(w, plan, a.x, a.norm, stream.first_tile, _norm_of_warp(w, plan))
+    else:
+        tokens = Tokens(w, plan, a.x, a.norm, stream.first_tile)
+    strips = plan.schedule.strips
+    results = results_of(w, plan, slice_, stream.first_strip, w.integer(strips), w.integer(0), strips)
     residuals = [residual_of(w, plan, a, result) for result in results]
     w.warp_barrier()  # without it, ptxas would move the loads of x and of the residual behind the wait for the weights
     if not plan.schedule.early:
@@ -54,17 +59,25 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     x = Halves(w, plan, tokens)
     if plan.norm_bytes:
         tokens.read_norm(_norm_of_warp(w, plan))
-    strips = []
+    fetched = []
     for places in stream.places():
         factors = [factors_of(w, plan, a, x.code_bias, places, segment) for segment in range(plan.segments)]
-        strips.append((pieces_of(w, plan, places), factors))
+        fetched.append((pieces_of(w, plan, places), factors))
     w.warp_barrier()  # nor shall it read them behind what waits for x
     x.prepare(None if a.weights.book is None else Book(w, a.weights.book, as_bytes=False))
-    for part, (pieces, factors) in enumerate(strips):
-        put(w, plan, x, totals_of(w, plan, x, pieces, factors.__getitem__), w.integer(part * plan.strip_bytes))
+    for strip, (pieces, factors) in enumerate(fetched):
+        put(w, plan, x, totals_of(w, plan, x, pieces, factors.__getitem__), w.integer(strip * plan.strip_bytes))
     w.block_barrier()
-    for result, residual in zip(results, residuals, strict=True):
-        write(w, plan, a, result, lambda residual=residual: residual)
+
+    def write_all() -> None:
+        for result, residual in zip(results, residuals, strict=True):
+            write(w, plan, a, result, lambda residual=residual: residual)
+
+    warps = -(-plan.rows * STRIP * strips // plan.strip_parts // 32)
+    if warps < plan.schedule.warps:
+        w.when(w.warp < warps, write_all)  # the others would only be in their way
+    else:
+        write_all()
 
 
 def _norm_of_warp(w: Any, plan: Plan) -> Any:

@@ -34,7 +34,8 @@ type Sums = Sequence[Sequence[Any]]
 class Halves:
     """x in bfloat16."""
 
-    def __init__(self, w: Any, plan: Plan, tokens: "Tokens"):
+    def __init__(self, w: Any, plan: Plan, tokens: Any):
+        """`tokens`: `Tokens`, or a `Row`."""
         self.w, self.plan = w, plan
         self.code_bias = 128.0 if plan.bits == 4 else -128.0
         self._book: Book | None = None

@@ -24,8 +24,8 @@ class Schedule:
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
     and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py.
 
-    `once`: a block for every strip of results, all of it fetched at once, see once.py; `depth` and `strips` are the
-    strips that make one of results. `early`: weights are asked for before the kernel before this one has ended.
+    `once`: a block has `strips` strips, all of them fetched at once, see once.py; `depth` is as many. `early`: weights
+    are asked for before the kernel before this one has ended.
     """
 
     warps: int = 16
@@ -172,8 +172,9 @@ class Plan:
 
     @property
     def whole(self) -> bool:
-        """Whether there is a block with all inputs for each strip of results: what once.py needs."""
-        return not self.ragged and self.slices == 1 and self.blocks_per_slice == self.result_strips
+        """Whether every block has all inputs of just as many strips as are fetched at once: what once.py needs."""
+        strips = self.blocks_per_slice * self.schedule.strips
+        return not self.ragged and self.slices == 1 and strips == self.result_strips * self.strip_parts
 
     # Shared memory, in bytes: a ring of strips for each warp, then two buffers of every warp's sums.
     @property

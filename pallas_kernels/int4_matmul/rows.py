@@ -15,7 +15,8 @@ from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.operands import Sums
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
-from pallas_kernels.int4_matmul.scaled import Row, Scaled, scaled_tokens
+from pallas_kernels.int4_matmul.row import Row
+from pallas_kernels.int4_matmul.scaled import Scaled, scaled_row, scaled_tokens
 from pallas_kernels.int4_matmul.stream import Copy, Stream, Weights
 
 EIGHT = 8
@@ -78,7 +79,7 @@ class Float8(Scaled):
         assert book is None and self.plan.in_rows is not None, "codes are their own numbers here"
         self._kind = KINDS[self.plan.in_rows.dtype]
         self._words, self._back = (
-            self._tokens.scaled() if isinstance(self._tokens, Row) else scaled_tokens(self._tokens)
+            scaled_row(self._tokens) if isinstance(self._tokens, Row) else scaled_tokens(self._tokens)
         )
 
     def product(self, pieces: Sequence[Any], segment: int) -> Sums:

@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.int4_matmul.book import Book
-from pallas_kernels.int4_matmul.operands import Sums, Tokens, normalised, segments_of, squares_stored
-from pallas_kernels.int4_matmul.packing import COLUMNS, steps_per_run
+from pallas_kernels.int4_matmul.operands import Sums, Tokens, segments_of
 from pallas_kernels.int4_matmul.plan import Plan
+from pallas_kernels.int4_matmul.row import Row
 
-EIGHT = 8
-"""Inputs of a token that a lane loads at once."""
 UNITS = 2.0**24, 2.0**20
 """Of the two rows' codes."""
 ONES = 0x00010001, 0x00100010
@@ -35,7 +33,7 @@ class Scaled:
 
     code_bias = 0.0
 
-    def __init__(self, w: Any, plan: Plan, tokens: "Tokens | Row"):
+    def __init__(self, w: Any, plan: Plan, tokens: Tokens | Row):
         self.w, self.plan, self._tokens = w, plan, tokens
         self._segments = segments_of(plan)
 
@@ -43,7 +41,7 @@ class Scaled:
         """Sums of x: `of_tokens[segment][token block]` are those of this lane's two tokens, in the two rows' units."""
         assert book is None, "codes are their own numbers here"
         w, tokens = self.w, self._tokens
-        self._words, self._back = tokens.scaled() if isinstance(tokens, Row) else scaled_tokens(tokens)
+        self._words, self._back = scaled_row(tokens) if isinstance(tokens, Row) else scaled_tokens(tokens)
         ones = [w.integer(pair) for pair in ONES] * 2
         self.of_tokens = [self._multiplied(segment, lambda t, s: ones) for segment in self._segments]
 
@@ -101,43 +99,7 @@ def scaled_tokens(tokens: Tokens) -> tuple[list[list[list[Any]]], Back]:
     return words, back
 
 
-class Row:
-    """The warp's x of a single token on its way into registers.
-
-    Every lane loads eight neighbouring inputs, normalises and scales them; through shared memory they get into the
-    order of an mma's small operand. `Tokens` would do that for all eight columns of the operand, each by itself.
-    """
-
-    def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any, buffer: Any):
-        """`norm`: float32 [in_features], or None. `buffer`: where this warp may write 2 x inputs bytes."""
-        self.w, self.plan, self._buffer = w, plan, buffer
-        self._lanes = plan.warp_columns // EIGHT
-        self._place = w.lane % self._lanes * EIGHT
-        column = first_tile * COLUMNS + self._place
-        inside = column < plan.in_features if plan.ragged else None
-        self._words = w.load_words(x, column, 4, inside)
-        self._norm = None
-        if norm is not None:
-            self._norm = [number for i in (0, 4) for number in w.load_four(norm, column, inside, i)]
-
-    @staticmethod
-    def serves(plan: Plan) -> bool:
-        return plan.rows == 1 and plan.schedule.parts <= 2
-
-    def scaled(self) -> tuple[list[list[list[Any]]], Back]:
-        """[tile][step][token block], two words a lane, and the factors back."""
-        w, plan, words = self.w, self.plan, self._words
-        masks = [mask for mask in (1, 2, 4, 8, 16) if mask < self._lanes]
-        if self._norm is not None:
-            words, square = normalised(w, words, self._norm)
-            squares_stored(w, plan, square, masks, w.lane < 1, w.integer(0))
-        halves, back = scaled_words(w, words, masks)
-        w.shared_store_words(self._buffer + self._place * 2, halves)
-        w.warp_barrier()
-        run = steps_per_run(plan.group_size)
-        address, steps = self._buffer + w.lane % 4 * (2 * plan.lane_columns), []
-        for first in plan.run_columns:
-            words = w.shared_words(address, 2 * first, 2 * run)
-            steps += [[words[2 * i : 2 * i + 2]] for i in range(run)]
-        per_tile = COLUMNS // 16
-        return [steps[t : t + per_tile] for t in range(0, len(steps), per_tile)], [[back, back]]
+def scaled_row(row: Row) -> tuple[list[list[list[Any]]], Back]:
+    """The same of a single token."""
+    halves, back = scaled_words(row.w, row.numbers(), row.masks)
+    return row.in_order(halves), [[back, back]]

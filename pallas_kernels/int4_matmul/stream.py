@@ -134,8 +134,8 @@ class Stream:
             self._start(self.w.integer(d), self.w.integer(d * self.plan.slot_bytes))
 
     def places(self) -> list[Places]:
-        """Where the strips of a block that has one of results lie."""
-        return [self._places(self.w.integer(part * self.plan.slot_bytes)) for part in range(self.plan.strip_parts)]
+        """Where the strips of a block that fetches all at once lie."""
+        return [self._places(self.w.integer(i * self.plan.slot_bytes)) for i in range(self.plan.schedule.strips)]
 
     def spare_is_free(self) -> None:
         """This warp has read what it wrote into the spare slot."""
