@@ -43,6 +43,7 @@ class Case:
     depth: int | None = None
     most_halves: int | None = None
     staged: bool | None = None
+    early: bool | None = None
 
     @property
     def batch(self) -> int:
@@ -65,7 +66,9 @@ class Case:
             kv=self.kv,
             **{name: getattr(self, name) for name in names},
         )
-        schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth", "most_halves", "staged")}
+        schedule = {
+            name: getattr(self, name) for name in ("splits", "warps", "depth", "most_halves", "staged", "early")
+        }
         return dataclasses.replace(plan, **{name: value for name, value in schedule.items() if value is not None})
 
     def decode_plan(self) -> decode_mosaic.DecodePlan:
@@ -278,12 +281,17 @@ def simulate_decode(case: Case, arrays: Arrays, lse: np.ndarray | None = None) -
 
     Fills `lse`, float32 [batch * tokens * q_heads], if it is given.
     """
-    plan = case.decode_plan()
+    plan, pools = case.decode_plan(), [pool.copy() for pool in arrays.pools]
     out = np.full((case.batch, case.tokens, case.q_heads * case.head_dim), np.nan, BF16)
-    pools = [pool.copy() for pool in arrays.pools]
+    args = decode_arguments(case, arrays, pools, Outputs(_bytes(out), lse, arrays.sinks))
+    _run_grid(plan.attention, plan.smem_bytes, lambda w, *indices: decode_mosaic.decode(w, plan, args, *indices))
+    return out, *pools
+
+
+def decode_arguments(case: Case, arrays: Arrays, pools: list[np.ndarray], outputs: Outputs) -> decode_mosaic.Arguments:
     cos, sin = (None, None) if arrays.rope is None else [x.reshape(-1) for x in arrays.rope]
     q_norm, k_norm = arrays.norms or (None, None)
-    args = decode_mosaic.Arguments(
+    return decode_mosaic.Arguments(
         _bytes(arrays.qkv),
         _pools(pools),
         arrays.page_table.reshape(-1),
@@ -292,10 +300,8 @@ def simulate_decode(case: Case, arrays: Arrays, lse: np.ndarray | None = None) -
         sin=sin,
         q_norm=q_norm,
         k_norm=k_norm,
-        outputs=Outputs(_bytes(out), lse, arrays.sinks),
+        outputs=outputs,
     )
-    _run_grid(plan.attention, plan.smem_bytes, lambda w, *indices: decode_mosaic.decode(w, plan, args, *indices))
-    return out, *pools
 
 
 def lower_for_cuda(function: Any, *arguments: Any) -> str:

@@ -37,6 +37,7 @@ class SimulatedWarp:
         self.warp = np.full(32, warp, np.int32)
         self.lane = LANE
         self.thread = LANE + 32 * self.warp
+        self.prefetched: list[tuple[np.ndarray, np.ndarray]] = []
         self.copies: list[list[tuple[np.ndarray, tuple[np.ndarray, ...]]]] = [[]]  # groups that are under way
 
     def const(self, value: float, kind: str = "f32") -> np.ndarray:
@@ -198,6 +199,13 @@ class SimulatedWarp:
 
     def load_i32(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> np.ndarray:
         return self._load(ref, offset, 1, predicate)[0]
+
+    def peek_i32(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> np.ndarray:
+        return self.load_i32(ref, offset, predicate)
+
+    def prefetch(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> None:
+        assert (offset[predicate] >= 0).all() and (offset[predicate] < ref.size).all(), "no place in the array"
+        self.prefetched.append((ref, offset[predicate]))
 
     def load_floats(
         self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray

@@ -1,5 +1,6 @@
 """The decode attention op: the reference and the kernel's warp program against float64, what is written, GPU runs."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import decode_attention, decode_mosaic, paged_attention
+from pallas_kernels.paged_attention.merge import Outputs
 from tests import paged_attention_cases as cases
 from tests.paged_attention_cases import Case
+from tests.simulated_warp import Cluster, SimulatedWarp
 
 # Lengths count the new tokens; 0 is an idle row. 17 writes the first token of a page, 16 the last.
 CASES = [
@@ -54,7 +57,7 @@ CASES += [
     Case(
         (128, 5), tokens=5, q_heads=4, kv_heads=1, head_dim=64, rotary_dim=64, norm=True, warps=4, depth=2, staged=True
     ),
-    Case((70, 20), tokens=5, q_heads=4, kv_heads=1, rotary_dim=64, splits=2, warps=4, most_halves=1),
+    Case((70, 20), tokens=5, q_heads=4, kv_heads=1, rotary_dim=64, splits=2, warps=4, most_halves=1, early=True),
 ]
 SEVERAL = [case for case in CASES if case.tokens > 1]
 
@@ -214,6 +217,33 @@ def test_lowers_for_cuda_in_place(case, return_lse):
     assert text.count("@mosaic_gpu_v2") == 1
     aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", text)
     assert aliases == [(str(1 + return_lse + i), str(3 + i)) for i in range(len(arrays.pools))]
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_early_reads_ask_for_lines_of_the_pools_whatever_is_in_the_table(head_dim):
+    """The first tiles' lines, each once; and where another kernel still writes lengths and page ids, some lines."""
+    case = Case((1, 40, 127), head_dim=head_dim, kv_heads=1, rotary_dim=64, splits=2, warps=4, depth=1)
+    arrays = make(case)
+    args = cases.decode_arguments(case, arrays, list(arrays.pools), Outputs(None, None, None))
+
+    def lines(args, row):
+        found = []
+        for split, warp in np.ndindex(2, 4):
+            w = SimulatedWarp(Cluster(2, 4, 64), split, warp)
+            at = [w.const(i, "i32") for i in (row, 0, split)]
+            decode_mosaic.ask_early(w, case.plan(), args, len(arrays.k_pages), *at)
+            found += [x for pool, places in w.prefetched for x in places if pool is args.pools.k_pages]
+        return sorted(found)
+
+    tile = 2 * 16 * head_dim
+    for row, length in enumerate(case.lengths):
+        pages = arrays.page_table[row, : -(-(length - 1) // case.page_size)]
+        assert lines(args, row) == sorted(int(page) * tile + i for page in pages for i in range(0, tile, 128))
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        junk = rng.integers(-(2**31), 2**31, (len(case.lengths), case.pages_per_row), np.int64).astype(np.int32)
+        anything = dataclasses.replace(args, page_table=junk.reshape(-1), positions=junk[:, 0])
+        lines(anything, 1)
 
 
 def test_equal_layers_share_one_kernel():

@@ -17,9 +17,12 @@ from pallas_kernels.paged_attention.merge import Outputs, Place, merge, start_me
 from pallas_kernels.paged_attention.mosaic import launch
 from pallas_kernels.paged_attention.new_rows import NewRows
 from pallas_kernels.paged_attention.new_token import Arguments, DecodePlan, NewTokens
+from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.softmax import Softmax
 from pallas_kernels.paged_attention.tiles import Pools, Tiles
 from pallas_kernels.paged_attention.warp import Warp
+
+EARLY_TILES = 4  # of each warp
 
 
 def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, row_block: Any, split: Any) -> None:
@@ -56,6 +59,17 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
     merge(w, attention, args.outputs, place, split)
 
 
+def ask_early(w: Any, plan: Plan, args: Arguments, num_pages: int, row: Any, kv_head: Any, split: Any) -> None:
+    """Before the kernel's turn: has the first stored tiles brought into the L2 cache, beside the end of the projection.
+
+    Safe whatever the kernels before do: what is read here, places and page ids, only decides which lines the cache
+    fetches, and a cache of the whole card is never behind.
+    """
+    length = w.maximum(w.peek_i32(args.positions, row, w.const(1, "i32") > 0), w.const(0, "i32"))
+    tiles = Tiles(w, plan, args.pools, args.page_table, row, kv_head, length, length, split)
+    tiles.bring_near(EARLY_TILES, num_pages)
+
+
 # Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
 @functools.partial(jax.jit, static_argnames=("plan", "return_lse"))
 def decode_attention(
@@ -85,14 +99,21 @@ def decode_attention(
     if return_lse:
         out_type.append(jax.ShapeDtypeStruct((*rows, attention.q_heads), jnp.float32))
 
-    def program(w: Warp, inputs: list[Any], outs: list[Any], *indices: Any) -> None:
+    def arguments(inputs: list[Any], outs: list[Any]) -> Arguments:
         rest = iter(inputs[3 + len(pools) :])
         cos, sin = (next(rest), next(rest)) if rope else (None, None)
         q_norm, k_norm = (next(rest), next(rest)) if norms else (None, None)
         outputs = Outputs(outs[0], outs[1] if return_lse else None, next(rest) if sinks is not None else None)
         stored = Pools(*inputs[3 : 3 + len(pools)])
-        args = Arguments(inputs[0], stored, inputs[1], inputs[2], cos, sin, q_norm, k_norm, outputs)
-        decode(w, plan, args, *indices)
+        return Arguments(inputs[0], stored, inputs[1], inputs[2], cos, sin, q_norm, k_norm, outputs)
 
-    outs = launch(program, attention, operands, out_type, plan.smem_bytes, "decode_attention")
+    def program(w: Warp, inputs: list[Any], outs: list[Any], *indices: Any) -> None:
+        decode(w, plan, arguments(inputs, outs), *indices)
+
+    def early(w: Warp, inputs: list[Any], outs: list[Any], row: Any, kv_head: Any, row_block: Any, split: Any) -> None:
+        del row_block
+        ask_early(w, attention, arguments(inputs, outs), k_pages.shape[0], row, kv_head, split)
+
+    asks = early if attention.early else None
+    outs = launch(program, attention, operands, out_type, plan.smem_bytes, "decode_attention", asks)
     return *outs, *[jax.freeze(pool) for pool in pools]

@@ -126,22 +126,31 @@ def launch(
     out_type: list[jax.ShapeDtypeStruct],
     smem_bytes: int,
     name: str,
+    early: Callable[..., None] | None = None,
 ) -> Any:
-    """Runs `program(warp, inputs, outputs, row, kv_head, row_block, split)` in every warp of the plan's grid."""
+    """Runs `program(warp, inputs, outputs, row, kv_head, row_block, split)` in every warp of the plan's grid.
+
+    `early` is run before it, while the kernel before this one may still write.
+    """
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar, scalar, scalar))
-        def emit(ctx: Any, *values: Any) -> None:
-            del ctx
-            *arrays, smem = values[: len(refs)]
-            w = Warp(smem)
-            indices = [w.scalar(x) for x in values[len(refs) :]]
-            program(w, arrays[: len(operands)], arrays[len(operands) :], *indices)
+        def emit(program: Callable[..., None]) -> None:
+            @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar, scalar, scalar))
+            def inline(ctx: Any, *values: Any) -> None:
+                del ctx
+                *arrays, smem = values[: len(refs)]
+                w = Warp(smem)
+                indices = [w.scalar(x) for x in values[len(refs) :]]
+                program(w, arrays[: len(operands)], arrays[len(operands) :], *indices)
 
+            split = jax.lax.axis_index("split") if plan.splits > 1 else jnp.int32(0)
+            inline(*refs, *[jax.lax.axis_index(name) for name in ("row", "kv_head", "row_block")], split)
+
+        if early is not None:
+            emit(early)
         take_turn()
-        split = jax.lax.axis_index("split") if plan.splits > 1 else jnp.int32(0)
-        emit(*refs, *[jax.lax.axis_index(name) for name in ("row", "kv_head", "row_block")], split)
+        emit(program)
 
     cluster = {"cluster": (plan.splits,), "cluster_names": ("split",)} if plan.splits > 1 else {}
     threads = {"num_threads": plan.warps // 4, "thread_name": "warpgroup"} if plan.warps > 4 else {}

@@ -3,10 +3,10 @@
 from typing import Any
 
 from pallas_kernels.paged_attention.fragments import code_pairs
-from pallas_kernels.paged_attention.merge import Place, clamp
+from pallas_kernels.paged_attention.merge import Place
 from pallas_kernels.paged_attention.new_token import Arguments, DecodePlan
 from pallas_kernels.paged_attention.softmax import Softmax
-from pallas_kernels.paged_attention.tiles import VALUE_STEPS
+from pallas_kernels.paged_attention.tiles import VALUE_STEPS, clamp
 
 
 class NewRows:

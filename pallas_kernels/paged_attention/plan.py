@@ -37,7 +37,8 @@ class Plan:
     `kv` is what pages hold: bfloat16, or a format of `formats.py`. `splits` blocks of `warps` warps share one
     (sequence, KV head, block of query rows); each warp keeps `depth` tiles of 16 keys in flight. `most_halves` limits
     the rows of a block, in units of 8, below what fits in registers. `staged` tiles are kept in shared memory until
-    they are used, not in registers, so that there can be more of them.
+    they are used, not in registers, so that there can be more of them. `early` asks for the first tiles before the
+    kernel's turn has come.
     """
 
     batch: int
@@ -57,6 +58,7 @@ class Plan:
     depth: int = 2
     most_halves: int | None = None
     staged: bool = False
+    early: bool = False
 
     @property
     def group(self) -> int:

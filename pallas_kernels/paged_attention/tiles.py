@@ -9,6 +9,8 @@ from pallas_kernels.paged_attention.plan import KEYS, Plan
 KEY_STEPS = (0, 8)  # keys of a tile that a lane has words of, from `group` on
 VALUE_STEPS = (0, 1, 8, 9)  # keys of a tile whose values, weights and scales a lane has, from 2 * quad on
 
+LINE = 128  # bytes of the L2 cache that a lane asks for
+
 
 @dataclasses.dataclass(frozen=True)
 class Pools:
@@ -18,6 +20,11 @@ class Pools:
     v_pages: Any
     k_scales: Any = None
     v_scales: Any = None
+
+
+def clamp(w: Any, index: Any, limit: int) -> Any:
+    last = w.const(limit - 1, "i32")
+    return w.select(index < limit, index, last)
 
 
 class Tiles:
@@ -74,6 +81,21 @@ class Tiles:
         for j in places:
             self.copy(j, pages[j], self.w.const(j, "i32"))
         return []
+
+    def bring_near(self, count: int, num_pages: int) -> None:
+        """Has the warp's first `count` tiles brought into the L2 cache, from pages and of a length that may be wrong:
+        another kernel may still write both. Nothing else comes of it."""
+        w, plan = self.w, self.plan
+        places = [w.const(i, "i32") for i in range(count)]
+        slots = [self.first_key(i) // plan.page_size for i in places]
+        pages = [w.peek_i32(self.page_table, self.page_table_row + x, x < plan.pages_per_row) for x in slots]
+        for i, page in zip(places, pages, strict=True):
+            block, own = self._block(i, w.maximum(w.const(0, "i32"), clamp(w, page, num_pages)))
+            for start in range(0, KEYS * plan.row_bytes, 32 * LINE):
+                line = w.lane * LINE + start
+                valid = (own < 0) & (line < KEYS * plan.row_bytes)
+                for pool in (self.pools.k_pages, self.pools.v_pages):
+                    w.prefetch(pool, block * plan.row_bytes + w.wide(line), valid)
 
     def read(self, i: Any, page: Any) -> tuple[Any, Any, Any, Any]:
         """Starts the reads of tile i: words of keys [2 halves][chunk] and values [4 keys][chunk], and with scales

@@ -133,6 +133,14 @@ class Warp(WordInstructions):
     def load_i32(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
         return self._load_global(self._address(ref, offset, 4), 4, predicate, ".nc", "b32")[0]
 
+    def peek_i32(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
+        """As `load_i32`, for what another kernel may be writing: past the L1 cache, where `load_i32` would find it."""
+        return self._load_global(self._address(ref, offset, 4), 4, predicate, ".relaxed.gpu", "b32")[0]
+
+    def prefetch(self, ref: ir.Value, offset: Value, predicate: Value) -> None:
+        """Has the line of byte `offset` brought into the L2 cache."""
+        mgpu_utils.inline_ptx("prefetch.global.L2 [$0];", self._address(ref, offset, 1), predicate=predicate.ir)
+
     def load_floats(self, ref: ir.Value, offset: Value, count: int, predicate: Value) -> Words:
         """`count` (1, 2, 4) float32 from element `offset` on; zero where the predicate is false."""
         return self._load_global(self._address(ref, offset, 4), 4 * count, predicate, ".nc", "f32")
