@@ -109,11 +109,12 @@ def reason(x: Abstract, codes: Abstract, scales: Abstract, **options) -> str:
 
 def test_explain_says_why_not_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = abstract(4, (256, 512))
-    monkeypatch.setattr(api, "TAKEN_ROWS", 16)
     assert reason(*arrays) == "this process has no GPU"
     monkeypatch.setattr(dispatch, "hopper_refusal", lambda: None)
     assert reason(*arrays) == ""
-    assert "not known to be faster with 17 rows" in reason(*abstract(17, (256, 512)))
+    assert reason(*abstract(1, (256, 512))) == "XLA is as fast with fewer than 2 rows"
+    assert reason(*abstract(1, (256, 512)), backend="mosaic") == ""
+    assert reason(*abstract(65, (256, 512))) == "it takes 1 to 64 rows, not 65"
     assert "needs bfloat16" in reason(arrays[0].update(dtype=jnp.float32), *arrays[1:])
     small = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     assert "blocks of a multiple of 16 outputs and of 128 inputs" in reason(*arrays[:2], small, block=(64, 64))
