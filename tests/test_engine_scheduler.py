@@ -12,7 +12,7 @@ from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.rules import Rules
 from jaxinfer.engine.scheduler import MAX_SKIPS, Scheduler
-from jaxinfer.engine.sequence import Chunk, Plan, Sequence, Status
+from jaxinfer.engine.sequence import Chunk, Fork, Plan, Sequence, Status
 
 RULES = Rules(
     page_size=4,
@@ -70,6 +70,10 @@ class Simulation:
         found = [token for page in sequence.pages for token in self.pages.get(page, [None] * size)]
         assert found[: len(tokens)] == list(tokens)
 
+    def copy(self, fork: Fork) -> None:
+        for source, target in fork.copies.values():
+            self.pages[target] = list(self.pages[source])
+
     def text(self, sequence: Sequence, num_output: int) -> list[int]:
         prompt = sequence.tokens[: sequence.num_prompt]
         return prompt + [output_token(sequence, index) for index in range(num_output)]
@@ -98,8 +102,7 @@ class Simulation:
                 if piece.last:
                     self.start(piece.sequence, dispatched)
         for fork in plan.forks:
-            for source, target in fork.copies.values():
-                self.pages[target] = list(self.pages[source])
+            self.copy(fork)
             self.check_readable(fork.child, fork.child.tokens)
             self.start(fork.child, dispatched)
         for sequence in plan.decode:

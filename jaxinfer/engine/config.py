@@ -356,7 +356,7 @@ def _tiering(
     num_bytes = functools.partial(tier_bytes, model.config, page_size=config.page_size, dtype=model.dtype)
     if config.tier_pages is None:
         return tiering.share_out(tier_rules, demand, num_bytes, budget())
-    found = tiering.given(tier_rules, demand, config.tier_pages)
+    found = tiering.given_pools(tier_rules, demand, config.tier_pages)
     if num_bytes(found.pools) > _most_bytes():
         raise ValueError(
             f"tier_pages={found.pools} take {shown_bytes(num_bytes(found.pools))}, and {shown_bytes(_most_bytes())} "

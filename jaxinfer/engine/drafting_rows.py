@@ -27,6 +27,7 @@ class DraftingState:
     history: Int32[Array, "slots room"]
     hidden: Float[Array, "slots hidden"]
     coupled: Bool[Array, " slots"]
+    alone: Bool[Array, " slots"]
     draft: Any
     """The draft's state: its pages, and leaves indexed by slot."""
 
@@ -42,7 +43,8 @@ def take(state: DecodeState, drafting: DraftingState, slots: Int32[Array, " rows
         return whole if _is_pages(whole) else whole.at[slots].get(mode="clip")
 
     parts = jax.tree.map(row, drafting, is_leaf=_is_pages)
-    return SpeculativeState(take_slots(state, slots), parts.history, parts.hidden, parts.coupled, parts.draft)
+    rest = (parts.history, parts.hidden, parts.coupled, parts.alone, parts.draft)
+    return SpeculativeState(take_slots(state, slots), *rest)
 
 
 def put_draft(drafting: DraftingState, part: SpeculativeState, slots: Int32[Array, " rows"]) -> DraftingState:
@@ -51,7 +53,7 @@ def put_draft(drafting: DraftingState, part: SpeculativeState, slots: Int32[Arra
     def put(whole: Any, new: Any) -> Any:
         return new if _is_pages(whole) else whole.at[slots].set(new, mode="drop")
 
-    parts = DraftingState(part.history, part.hidden, part.coupled, part.draft)
+    parts = DraftingState(part.history, part.hidden, part.coupled, part.alone, part.draft)
     return jax.tree.map(put, drafting, parts, is_leaf=_is_pages)
 
 

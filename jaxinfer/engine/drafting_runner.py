@@ -78,6 +78,7 @@ class DraftingRunner(Runner):
             history=jnp.zeros((slots, settings.max_context + 1), jnp.int32),
             hidden=jnp.zeros((slots, model.config.hidden_size), model.dtype),
             coupled=jnp.zeros(slots, bool),
+            alone=jnp.zeros(slots, bool),
             draft=self.draft.create_state(model, settings.num_pages, page_size, slots),
         )
 

@@ -105,7 +105,7 @@ def share_out(
     return Tiering(rules, pools(newest, older), row, longest)
 
 
-def given(rules: TierRules, demand: Demand, pools: TierPools) -> Tiering:
+def given_pools(rules: TierRules, demand: Demand, pools: TierPools) -> Tiering:
     """Pools that the configuration gives; those of tiers that nobody reaches are left out. Raises ValueError if they
     hold no sequence at all."""
     appended = max(demand.decode_chunk, demand.piece)
