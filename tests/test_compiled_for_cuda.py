@@ -96,7 +96,7 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         draft = DraftCache(cache, rows) if program == "spec_model" else ()
         state = SpeculativeState(
             decode=state, history=array(batch, 1025), hidden=array(batch, 512, dtype=jnp.bfloat16),
-            coupled=array(batch, dtype=bool), draft=draft,
+            coupled=array(batch, dtype=bool), alone=array(batch, dtype=bool), draft=draft,
         )
         traced = spec_chunk.trace(
             weights, weights, cache, state, array(batch, dtype=bool), table,

@@ -330,6 +330,7 @@ def test_both_caches_are_updated_in_place() -> None:
                 history=jnp.zeros((4, 65), jnp.int32),
                 hidden=jnp.zeros((4, model.config.hidden_size), model.dtype),
                 coupled=jnp.zeros(4, bool),
+                alone=jnp.zeros(4, bool),
                 draft=draft.create_state(model, 1 << 16, 4, 4),
             ),
         )
@@ -343,6 +344,18 @@ def test_both_caches_are_updated_in_place() -> None:
     assert size > 6 * 10**7
     assert memory.temp_size_in_bytes < size // 50
     assert 0 <= memory.alias_size_in_bytes - 2 * size < 10_000
+
+
+def test_k1_a_drafted_token_of_nan_is_tried_without() -> None:
+    """Trap K1: of a proposal that holds NaN, in a chunk of one step, the next chunk knows: it steps without a draft."""
+    successors = {token: token + 1 for token in range(1, 40)}
+    target = markov.with_nan_token(markov.model(successors), 62)
+    speculation = Speculation(ModelDraft(markov.model(successors | {5: 62, 62: 6}), k=2), policy=FixedLength())
+    config = EngineConfig(max_decode_batch=1, prefill_lengths=(64,), prefill_rows=(1,), decode_chunk=1)
+    with Engine(target, config, draft=speculation) as drafted:
+        (output,) = drafted.generate([[3]], SamplingParams(max_tokens=6, temperature=0.0))
+    assert (output.token_ids, output.finish_reason) == ((4, 5, 6, 7, 8, 9), "length")
+    assert speculation.report.acceptance_rate < 1
 
 
 # --- The law of what is drawn

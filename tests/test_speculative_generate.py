@@ -255,6 +255,23 @@ def test_k1_a_row_that_fails_leaves_its_neighbours_alone():
         assert_same(generate(model, prompts, params, draft=fixed(draft)), expected)
 
 
+def test_k1_a_drafted_token_of_nan_is_not_the_rows_fault():
+    """Trap K1: token 62 is proposed, never said, and its keys and values are NaN: 0 * NaN reaches the tokens before it.
+
+    The draft says 62 after 5 and after 20, where the target says 6 and 21.
+    """
+    successors = {token: token + 1 for token in range(1, 40)}
+    target = markov.with_nan_token(markov.model(successors), 62)
+    astray = markov.model(successors | {5: 62, 20: 62, 62: 6})
+    prompts, params = [[3], [11]], greedy(max_tokens=12)
+    expected = generate(target, prompts, params)
+    assert expected[0].token_ids == tuple(range(4, 16))
+    assert expected[1].token_ids == tuple(range(12, 24))
+    speculation = fixed(ModelDraft(astray, k=4))
+    assert_same(generate(target, prompts, params, draft=speculation), expected)
+    assert speculation.report.acceptance_rate < 1
+
+
 # --- Rollback
 
 

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.engine.config import Settings
 from jaxinfer.engine.drafting_programs import DraftingPrograms
 from jaxinfer.engine.drafting_rows import DraftingState
 from jaxinfer.engine.programs import Size
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.sequence import Plan
 from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.engine.settings import Settings
 from jaxinfer.engine.work import Result, Work
 from jaxinfer.loop import DecodedChunk
 from jaxinfer.model import Model

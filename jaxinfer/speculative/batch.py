@@ -84,7 +84,7 @@ class SpeculativeBatch(Batch):
         hidden = jnp.zeros((self.size, self.model.config.hidden_size), self.model.dtype)
         assert isinstance(self.cache, PagedKVCache)
         draft = self.speculation.draft.create_state(self.model, self.cache.num_pages, PAGE_SIZE, self.size)
-        return SpeculativeState(decode, history, hidden, coupled, draft)
+        return SpeculativeState(decode, history, hidden, coupled, jnp.zeros(self.size, bool), draft)
 
     def _is_more_expected(self) -> bool:
         """Whether some row is likely to go on after what is in flight: a chunk of idle rows takes as long as any."""

@@ -40,6 +40,9 @@ class SpeculativeState:
     hidden: Float[Array, "batch hidden"]
     coupled: Bool[Array, " batch"]
     """Rows that must have the sampler's own tokens (those with a seed)."""
+    alone: Bool[Array, " batch"]
+    """Rows that take their next step without drafted tokens: in the last one logits were not finite, and NaN keys and
+    values of a drafted token reach the tokens before it too, since 0 * NaN is NaN."""
     draft: Any
 
 
@@ -114,6 +117,7 @@ def spec_steps(
             rows = rows_of(state, page_table, wanted.with_logits)
             with jax.named_scope("draft"):
                 proposal, draft_state, cache = proposer.propose(draft_params, state.draft, cache, rows, wanted)
+                proposal = _without_others(proposal, decode.tokens, state.alone)
             tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
         with jax.named_scope("verify"):
             hidden, new_cache = decoder.forward(
@@ -139,10 +143,10 @@ def spec_steps(
                 state.coupled,
                 method.acceptance,
             )
-            state, gained, failed = _advance(state, verdict, hidden)
+            lengths = jnp.zeros_like(positions) if proposal is None else proposal.lengths
+            state, gained, failed = _advance(state, verdict, hidden, lengths)
             state = dataclasses.replace(state, draft=proposer.settle(draft_state, state.decode.positions))
         running = ~decode.done
-        lengths = jnp.zeros_like(positions) if proposal is None else proposal.lengths
         counts = StepCounts(jnp.where(running, lengths, -1), jnp.where(running, verdict.num_accepted, -1))
         return (new_cache, state), (verdict.tokens, gained, failed, verdict.logprobs, counts)
 
@@ -199,15 +203,30 @@ def _no_proposal(decode: DecodeState) -> Proposal:
     return Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
+def _without_others(proposal: Proposal, newest: Int32[Array, " batch"], alone: Bool[Array, " batch"]) -> Proposal:
+    """The proposal, empty for rows that are `alone`. What does not count is the newest token once more, which hurts
+    nobody that it does not hurt anyway."""
+    lengths = jnp.where(alone, 0, proposal.lengths)
+    places = jnp.arange(proposal.tokens.shape[1], dtype=jnp.int32)[None, :]
+    tokens = jnp.where(places < lengths[:, None], proposal.tokens, newest[:, None])
+    return dataclasses.replace(proposal, tokens=tokens, lengths=lengths)
+
+
 def _with_newest(history: Int32[Array, "batch room"], decode: DecodeState) -> Int32[Array, "batch room"]:
     rows = jnp.arange(history.shape[0], dtype=jnp.int32)
     return history.at[rows, decode.positions].set(decode.tokens, mode="drop")
 
 
 def _advance(
-    state: SpeculativeState, verdict: Verdict, hidden: Float[Array, "batch width hidden"]
+    state: SpeculativeState,
+    verdict: Verdict,
+    hidden: Float[Array, "batch width hidden"],
+    proposed: Int32[Array, " batch"],
 ) -> tuple[SpeculativeState, Int32[Array, " batch"], Bool[Array, " batch"]]:
-    """Moves each row on; returns the state, the number of tokens that each row gained, and which rows failed."""
+    """Moves each row on; returns the state, the number of tokens that each row gained, and which rows failed.
+
+    A row fails when its logits are not finite with nothing drafted behind them.
+    """
     decode = state.decode
     batch, width = verdict.tokens.shape
     running = ~decode.done
@@ -219,6 +238,8 @@ def _advance(
     gained = jnp.where(running, jnp.minimum(jnp.minimum(offered, before_stop + 1), room), 0)
     ended = (before_stop < gained) | (gained >= room)
     failed = running & ~verdict.valid & (gained == verdict.num_accepted) & ~ended
+    alone = failed & (verdict.num_accepted < proposed)
+    failed &= ~alone
     last = jnp.maximum(gained - 1, 0)[:, None]
     grew = gained > 0
     newest = jnp.take_along_axis(verdict.tokens, last, axis=1)[:, 0]
@@ -243,7 +264,7 @@ def _advance(
     )
     own_hidden = jnp.take_along_axis(hidden, last[:, :, None], axis=1)[:, 0]
     own_hidden = jnp.where(grew[:, None], own_hidden, state.hidden)
-    return dataclasses.replace(state, decode=decode, history=history, hidden=own_hidden), gained, failed
+    return dataclasses.replace(state, decode=decode, history=history, hidden=own_hidden, alone=alone), gained, failed
 
 
 def _by_row(
