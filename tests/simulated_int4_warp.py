@@ -134,8 +134,8 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
     def half_pair(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         return self.pack_f16(low, high)
 
-    def float8_pairs(self, word: np.ndarray, kind: str) -> tuple[np.ndarray, ...]:
-        dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[kind]
+    def byte_pairs(self, word: np.ndarray, kind: str) -> tuple[np.ndarray, ...]:
+        dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "s8": np.int8}[kind]
         halves = self._bytes(word).view(dtype).astype(np.float16)
         return tuple(np.ascontiguousarray(halves[:, i : i + 2]).view(np.int32)[:, 0] for i in (0, 2))
 

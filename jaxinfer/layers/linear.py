@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.residual import Pending, Residual, settled
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs, Weight
-from pallas_kernels.float8_matmul import float8_matmul
+from pallas_kernels.byte_matmul import byte_matmul
 from pallas_kernels.int4_matmul import (
     Packed,
     fused_refusal,
@@ -39,13 +39,10 @@ def linear(
         y = int4_matmul(permuted, weight.weight, out_dtype=dtype)
     elif isinstance(weight, StackedOutputs):
         y = jnp.concatenate([linear(x, part, out_dtype=dtype) for part in weight.parts], axis=-1)
-    elif isinstance(weight, ScaledCodes):
-        scales = jnp.expand_dims(jnp.asarray(weight.scales), tuple(range(x.ndim - 1)))
-        sums = linear(x, jnp.asarray(weight.codes).astype(x.dtype), out_dtype=jnp.float32)
-        y = (sums * scales).astype(dtype)
-    elif isinstance(weight, BlockCodes):
+    elif isinstance(weight, ScaledCodes | BlockCodes):
         codes, scales = jnp.asarray(weight.codes), jnp.asarray(weight.scales)
-        y = float8_matmul(x, codes, scales, block=weight.block, out_dtype=dtype)
+        block = weight.block if isinstance(weight, BlockCodes) else None
+        y = byte_matmul(x, codes, scales, block=block, out_dtype=dtype)
     elif _one_row(x):
         y = _row_sums(x.reshape(-1), weight).astype(dtype).reshape(*x.shape[:-1], weight.shape[0])
     else:

@@ -74,7 +74,7 @@ class BlockCodes:
 
     `codes` are float8_e4m3fn or float8_e5m2 [out, in], `scales` float32 [ceil(out / rows), ceil(in / columns)], and
     `block` is (rows, columns): output n and input k are of block n // rows, k // columns. Kernels and XLA read
-    them in this order: `pallas_kernels.float8_matmul`.
+    them in this order: `pallas_kernels.byte_matmul`.
     """
 
     codes: jax.Array | np.ndarray

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.packed_weights import DeviceWeight, HostWeight
-from pallas_kernels.float8_matmul import decode_blocks
+from pallas_kernels.byte_matmul import decode_blocks
 from pallas_kernels.int4_matmul import PackedInt4, PackedInt8, dequantize
 
 

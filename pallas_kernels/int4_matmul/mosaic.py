@@ -36,7 +36,7 @@ from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.row import Row
-from pallas_kernels.int4_matmul.rows import Float8, RowStream
+from pallas_kernels.int4_matmul.rows import Bytes, RowStream
 from pallas_kernels.int4_matmul.scaled import Scaled
 from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.strip import (
@@ -102,7 +102,7 @@ def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Op
     if not plan.schedule.scaled:
         way = Digits if plan.schedule.digits else Halves
         return way(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
-    way = Scaled if plan.in_rows is None else Float8
+    way = Scaled if plan.in_rows is None else Bytes
     if Row.serves(plan):
         return way(w, plan, Row(w, plan, a.x, a.norm, stream.first_tile, stream.spare))
     return way(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))

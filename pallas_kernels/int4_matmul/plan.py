@@ -3,8 +3,8 @@
 import dataclasses
 
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, steps_per_run
-from pallas_kernels.int4_matmul.packing_float8 import Float8Rows, InRows
 from pallas_kernels.int4_matmul.packing_int8 import Packed
+from pallas_kernels.int4_matmul.packing_rows import ByteRows, InRows
 
 PIECE_BYTES = 512
 """A tile of 16 x 64 codes of 4 bits, half of one of 8: one 16-byte word for each lane of a warp."""
@@ -81,7 +81,7 @@ class Plan:
         offset_bytes = 0 if weight.offsets is None else weight.offsets.dtype.itemsize
         scale_bytes = weight.scales.dtype.itemsize
         sizes = (rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, weight.bits)
-        return cls(*sizes, schedule, fusion, weight.in_rows if isinstance(weight, Float8Rows) else None)
+        return cls(*sizes, schedule, fusion, weight.in_rows if isinstance(weight, ByteRows) else None)
 
     @property
     def threads(self) -> int:

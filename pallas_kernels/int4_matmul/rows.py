@@ -1,11 +1,12 @@
-"""The Hopper kernel's weights as 8-bit floats in the order of [out, in], as checkpoints of FP8 in blocks have them.
+"""The Hopper kernel's weights as bytes in the order of [out, in], as checkpoints of FP8 and of int8 have them.
 
 A warp's share of a strip are 16 rows of 128 or 256 bytes: four lanes fetch 64 neighbouring bytes of a row, and a lane's
 16 bytes are 16 neighbouring inputs, of which x is taken in the same order (`Plan.run_columns`). So nothing is repacked,
-and the scales, one for a block of rows and inputs, stay one number each: every lane fetches its own copy.
+and the scales, one for a block of rows and inputs or one for a row, stay one number each: every lane fetches its own
+copy.
 
-Products are made in float16 as scaled.py has it: e4m3 and e5m2 are float16 numbers, NaN included, two of which one
-instruction converts.
+Products are made in float16 as scaled.py has it, which holds every code: e4m3 and e5m2 are converted by two, NaN
+included, and a signed byte s is the low one of 1024 + 128 + s.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from pallas_kernels.int4_matmul.stream import Copy, Stream, Weights
 
 EIGHT = 8
 """Rows of a piece of a tile."""
-KINDS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+KINDS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "s8"}
 """What PTX calls the types of codes."""
 
 
@@ -30,7 +31,7 @@ class RowStream(Stream):
 
     def __init__(self, w: Any, plan: Plan, weights: Weights, slice_: Any, block: Any):
         assert plan.in_rows is not None
-        self._strips_per_block = plan.in_rows.block_rows // STRIP
+        self._block_rows = plan.in_rows.block_rows
         self._scales = weights.scales
         super().__init__(w, plan, weights, slice_, block)
 
@@ -60,7 +61,9 @@ class RowStream(Stream):
             offset = copy.offset + strip * copy.stride
             options = {"to": copy.place, "source": copy.constant, "inside": copy.predicate}
             w.copy_async(address, copy.array, offset, left, **options)
-        block = (self.first_strip + strip) // self._strips_per_block
+        # A strip's scales lie in pairs, those of rows 0 and 8 first: a lane has the two of its own rows.
+        row = (self.first_strip + strip) * STRIP + w.lane % STRIP // 2 + w.lane % 2 * EIGHT
+        block = row // self._block_rows
         address = self._ring + slot + w.lane * 4
         for base in range(0, plan.segments * STRIP, 32):
             segment = (w.lane + base) // STRIP
@@ -72,8 +75,8 @@ class RowStream(Stream):
         w.copy_commit()
 
 
-class Float8(Scaled):
-    """x in float16, for 8-bit floats."""
+class Bytes(Scaled):
+    """x in float16, for codes of a byte."""
 
     def prepare(self, book: Book | None = None) -> None:
         assert book is None and self.plan.in_rows is not None, "codes are their own numbers here"
@@ -88,7 +91,7 @@ class Float8(Scaled):
 
     def _pairs(self, words: Sequence[Any], step: int) -> Sequence[Any]:
         """A step's codes: four of each of this lane's two rows."""
-        upper, lower = (self.w.float8_pairs(word, self._kind) for word in (words[step], words[step + 4]))
+        upper, lower = (self.w.byte_pairs(word, self._kind) for word in (words[step], words[step + 4]))
         return upper[0], lower[0], upper[1], lower[1]
 
     def finished(self, totals: Sums) -> Sums:

@@ -1,4 +1,4 @@
-"""The product with 8-bit floats in blocks: the Hopper kernel on a simulated warp and the card, dispatch, NaN."""
+"""The product with weights of a byte a code: the Hopper kernel on a simulated warp and the card, dispatch, NaN."""
 
 import functools
 
@@ -11,12 +11,13 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from simulated_int4_warp import in_float64, relative_error, simulate
 
 from pallas_kernels import dispatch
-from pallas_kernels.float8_matmul import api, decode_blocks, float8_matmul
+from pallas_kernels.byte_matmul import api, byte_matmul
 from pallas_kernels.int4_matmul import mosaic
-from pallas_kernels.int4_matmul.packing_float8 import Float8Rows
+from pallas_kernels.int4_matmul.packing_rows import ByteRows
 from pallas_kernels.int4_matmul.plan import Fusion, Schedule
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+BLOCK = (128, 128)
 
 
 def make(shape: tuple[int, int], block: tuple[int, int], dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -41,12 +42,15 @@ def tokens(rows: int, in_features: int) -> np.ndarray:
         (3, (128, 512), (16, 128), E4M3, Schedule(4, 1, 2, 1, blocks=2, scaled=True)),
         (13, (256, 640), (64, 128), E5M2, Schedule(4, 1, 1, 2, blocks=3, scaled=True)),  # a warp without inputs
         (5, (128, 768), (128, 256), E4M3, Schedule(4, 2, 2, 2, blocks=4, scaled=True)),
+        (1, (96, 1024), (1, 1024), np.int8, Schedule(4, 2, 2, 2, blocks=2, scaled=True)),
+        (9, (96, 576), (1, 576), np.int8, Schedule(4, 1, 2, 2, blocks=2, scaled=True)),
+        (2, (96, 576), (1, 576), E4M3, Schedule(4, 2, 2, 1, blocks=4, scaled=True)),
     ],
 )
 def test_kernel_on_simulated_warps(rows, shape, block, dtype, schedule) -> None:
     codes, scales, values = make(shape, block, dtype)
     x = tokens(rows, shape[1])
-    out = simulate(x, Float8Rows(codes, scales, None, shape, block[1]), schedule).sum(0)
+    out = simulate(x, ByteRows(codes, scales, None, shape, block[1]), schedule).sum(0)
     assert relative_error(out, in_float64(x, values)) < 2e-7
 
 
@@ -56,7 +60,7 @@ def test_surroundings_on_simulated_warps() -> None:
     x, norm = tokens(2, 512), np.random.default_rng(1).uniform(0.5, 1.5, 512).astype(np.float32)
     residual = np.random.default_rng(2).standard_normal((2, 128)).astype(np.float32)
     schedule, fusion = Schedule(4, 1, 2, 2, blocks=2, scaled=True), Fusion(1e-5, gated=True, residual=True)
-    weight = Float8Rows(codes, scales / 4096, None, (256, 512), 128)
+    weight = ByteRows(codes, scales / 4096, None, (256, 512), 128)
     out = simulate(x, weight, schedule, fusion=fusion, norm=norm, residual=residual)[0]
     wide = x.astype(np.float64)
     root = 1 / np.sqrt((wide * wide).mean(1, keepdims=True) + 1e-5)
@@ -69,7 +73,7 @@ def test_a_code_that_is_no_number_is_none_in_the_result() -> None:
     codes, scales, _ = make((128, 512), (128, 128), E4M3)
     codes[7, 300] = np.uint8(0x7F).view(E4M3)
     schedule = Schedule(4, 1, 2, 2, blocks=2, scaled=True)
-    out = simulate(tokens(2, 512), Float8Rows(codes, scales, None, (128, 512), 128), schedule).sum(0)
+    out = simulate(tokens(2, 512), ByteRows(codes, scales, None, (128, 512), 128), schedule).sum(0)
     assert np.argwhere(np.isnan(out)).tolist() == [[0, 7], [1, 7]]
 
 
@@ -82,10 +86,13 @@ def abstract(rows: int, shape: tuple[int, int]) -> tuple[Abstract, Abstract, Abs
     return jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16), codes, scales
 
 
-@pytest.mark.parametrize(("rows", "shape"), [(1, (4096, 4096)), (16, (4096, 12288)), (64, (14336, 4096))])
-def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("rows", "shape", "dtype"), [(1, (4096, 4096), jnp.int8), (16, (4096, 12288), E4M3), (64, (14336, 4096), E4M3)]
+)
+def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int], dtype: type) -> None:
     x, codes, scales = abstract(rows, shape)
-    weight = Float8Rows(codes, scales, None, shape, 128)
+    codes = codes.update(dtype=dtype)
+    weight = ByteRows(codes, scales, None, shape, 128)
     schedule = api.schedule_for(rows, weight, "NVIDIA H200")
     product = functools.partial(mosaic.int4_matmul, schedule=schedule, out_dtype=jnp.dtype(jnp.bfloat16))
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -94,12 +101,12 @@ def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int]) -> None:
     assert "mosaic_gpu" in lowered.as_text()
 
 
-def reason(x: Abstract, codes: Abstract, scales: Abstract, **options) -> str:
+def reason(x: Abstract, codes: Abstract, scales: Abstract, block: tuple[int, int] | None = BLOCK, **options) -> str:
     """Why not mosaic."""
     found: list[dispatch.Choice] = []
 
     def product(*arrays):
-        found.extend(float8_matmul(*arrays, explain=True, **options))
+        found.extend(byte_matmul(*arrays, explain=True, block=block, **options))
         return jnp.zeros(())
 
     jax.eval_shape(product, x, codes, scales)
@@ -108,50 +115,57 @@ def reason(x: Abstract, codes: Abstract, scales: Abstract, **options) -> str:
 
 
 def test_explain_says_why_not_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = abstract(4, (256, 512))
-    assert reason(*arrays) == "this process has no GPU"
+    x, codes, scales = abstract(4, (256, 512))
+    assert reason(x, codes, scales) == "this process has no GPU"
     monkeypatch.setattr(dispatch, "hopper_refusal", lambda: None)
-    assert reason(*arrays) == ""
-    assert reason(*abstract(1, (256, 512))) == "XLA is as fast with fewer than 2 rows"
+    assert reason(x, codes, scales) == ""
+    assert reason(*abstract(1, (256, 512))) == "it is not known to be faster than XLA with 1 rows"
     assert reason(*abstract(1, (256, 512)), backend="mosaic") == ""
     assert reason(*abstract(65, (256, 512))) == "it takes 1 to 64 rows, not 65"
-    assert "needs bfloat16" in reason(arrays[0].update(dtype=jnp.float32), *arrays[1:])
+    assert "needs bfloat16" in reason(x.update(dtype=jnp.float32), codes, scales)
     small = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    assert "blocks of a multiple of 16 outputs and of 128 inputs" in reason(*arrays[:2], small, block=(64, 64))
+    assert "blocks of a multiple of 16 outputs and of 128 inputs" in reason(x, codes, small, (64, 64))
     odd = jax.ShapeDtypeStruct((250, 512), jnp.float8_e4m3fn)
-    assert "do not divide (250, 512)" in reason(arrays[0], odd, arrays[2])
+    assert "pieces of 128 outputs and 128 inputs do not divide (250, 512)" in reason(x, odd, scales)
+    outputs = jax.ShapeDtypeStruct((250,), jnp.float32)
+    assert "pieces of 16 outputs and 64 inputs do not divide (250, 512)" in reason(x, odd, outputs, None)
     monkeypatch.setenv("JAXINFER_KERNELS", "reference")
-    assert reason(*arrays) == "reference was asked for"
+    assert reason(x, codes, scales) == "reference was asked for"
     monkeypatch.setenv("JAXINFER_KERNELS", "triton")  # which other products of the same model may have
-    assert reason(*arrays) == "reference was asked for"
+    assert reason(x, codes, scales) == "reference was asked for"
     monkeypatch.setenv("JAXINFER_KERNELS", "mosaic")
-    assert reason(*arrays) == ""
+    assert reason(x, codes, scales) == ""
 
 
 def test_what_does_not_fit_is_refused() -> None:
     x, codes, scales = (jnp.zeros(array.shape, array.dtype) for array in abstract(2, (256, 512)))
     with pytest.raises(ValueError, match=r"x has shape \(2, 511\); a weight of 512 in_features"):
-        float8_matmul(x[:, :-1], codes, scales)
-    with pytest.raises(ValueError, match=r"scales have shape \(2, 4\); \(256, 512\) in blocks of \(64, 128\) need"):
-        float8_matmul(x, codes, scales, block=(64, 128))
+        byte_matmul(x[:, :-1], codes, scales, block=BLOCK)
+    with pytest.raises(
+        ValueError, match=r"scales have shape \(2, 4\); \(256, 512\) in blocks of \(64, 128\) need \(4, 4\)"
+    ):
+        byte_matmul(x, codes, scales, block=(64, 128))
+    with pytest.raises(
+        ValueError, match=r"scales have shape \(2,\); \(256, 512\) with a scale an output need \(256,\)"
+    ):
+        byte_matmul(x, codes, scales[:, 0])
     with pytest.raises(ValueError, match="cannot run on mosaic"):
-        float8_matmul(x, codes, scales, backend="mosaic")
+        byte_matmul(x, codes, scales, block=BLOCK, backend="mosaic")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(("dtype", "block"), [(E4M3, BLOCK), (E5M2, BLOCK), (np.int8, None), (E4M3, None)])
 @pytest.mark.parametrize(
     ("rows", "shape"), [(1, (4096, 4096)), (8, (1024, 14336)), (13, (6144, 4096)), (64, (256, 640))]
 )
-def test_kernel_on_the_gpu(rows: int, shape: tuple[int, int], dtype: type) -> None:
+def test_kernel_on_the_gpu(rows: int, shape: tuple[int, int], dtype: type, block: tuple[int, int] | None) -> None:
     """Against float64; x in float16 has what bfloat16 has, codes are exact, and sums are float32."""
-    codes, scales, values = make(shape, (128, 128), dtype)
+    codes, scales, values = make(shape, block or (1, shape[1]), dtype)
     x = tokens(rows, shape[1])
-    product = jax.jit(functools.partial(float8_matmul, out_dtype=jnp.float32, backend="mosaic"))
-    device_codes, device_scales = jnp.asarray(codes), jnp.asarray(scales)
+    product = jax.jit(functools.partial(byte_matmul, block=block, out_dtype=jnp.float32, backend="mosaic"))
+    device_codes, device_scales = jnp.asarray(codes), jnp.asarray(scales if block else scales[:, 0])
     outs = [np.asarray(product(jnp.asarray(x), device_codes, device_scales)) for _ in range(3)]
     expected = in_float64(x, values)
     for token in range(rows):
         assert relative_error(outs[0][token], expected[token]) < 1e-5
     assert all(np.array_equal(outs[0], out) for out in outs)
-    assert np.isfinite(np.asarray(decode_blocks(device_codes, device_scales, (128, 128), jnp.float32))).all()

@@ -1,15 +1,18 @@
-"""Products of 8-bit floats that have a scale for each block, as XLA computes them.
+"""Products of weights of a byte a code, as XLA computes them.
 
-For one row on a GPU a reduction over the weight's rows, which reads a byte a weight. For up to `FEW_ROWS` the codes go
-into a product for each column of blocks, which bfloat16 holds exactly, and the float32 sums are scaled and added; XLA
-converts the codes on their way into it. For more, and where blocks do not divide the weight, the weight is decoded into
-a temporary of x's dtype, one weight at a time, for the GEMM that XLA has for it: XLA's GEMMs do not take the scales in.
+With a scale for each output the codes, which bfloat16 holds exactly, go into one product, and its float32 sums are
+scaled; XLA converts the codes on their way into it. With a scale for each block (8-bit floats) there is a product for
+each column of blocks, for up to `FEW_ROWS` rows of x, whose sums are scaled and added. For more, and where blocks do
+not divide the weight, the weight is decoded into a temporary of x's dtype, one weight at a time, for the GEMM that XLA
+has for it: XLA's GEMMs do not take the scales in.
+
+One row of x on a GPU is a reduction over the weight's rows in either case, which reads a byte a weight.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Num
 
 FEW_ROWS = 64
 """Sums of all columns of 128 inputs, written and read, are rows / 16 bytes a weight; decoding to 16 bits costs 4."""
@@ -18,21 +21,24 @@ type Block = tuple[int, int]
 """Outputs and inputs of a block."""
 
 
-def float8_matmul(
+def byte_matmul(
     x: Float[Array, "rows in"],
-    codes: Float[Array, "out in"],
-    scales: Float32[Array, "_ _"],
+    codes: Num[Array, "out in"],
+    scales: Float32[Array, "..."],
     *,
-    block: Block,
+    block: Block | None,
     out_dtype: DTypeLike,
 ) -> Float[Array, "rows out"]:
-    """x times the transposed weight, sums in float32."""
-    if x.shape[0] == 1 and jax.default_backend() == "gpu":
-        return _row_product(x[0], codes, scales, block).astype(out_dtype)[None, :]
+    """x times the transposed weight, sums in float32; `scales` are [out], or those of `block`s."""
+    one_row = x.shape[0] == 1 and jax.default_backend() == "gpu"
+    if block is None:
+        sums = _row_sums(x[0], codes.astype(jnp.float32))[None, :] if one_row else _product(x, codes.astype(x.dtype))
+        return (sums * scales[None, :]).astype(out_dtype)
+    if one_row:
+        return _row_sums(x[0], decode_blocks(codes, scales, block, jnp.float32)).astype(out_dtype)[None, :]
     if x.shape[0] <= FEW_ROWS and divides(codes.shape, block):
         return _product_by_columns(x, codes, scales, block).astype(out_dtype)
-    weight = decode_blocks(codes, scales, block, x.dtype)
-    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.dtype(out_dtype))
+    return _product(x, decode_blocks(codes, scales, block, x.dtype), out_dtype)
 
 
 def decode_blocks(
@@ -51,11 +57,15 @@ def divides(shape: tuple[int, ...], block: Block) -> bool:
     return all(size % step == 0 for size, step in zip(shape, block, strict=True))
 
 
-def _row_product(
-    x: Float[Array, " in"], codes: Float[Array, "out in"], scales: Float32[Array, "_ _"], block: Block
-) -> Float32[Array, " out"]:
+def _product(
+    x: Float[Array, "rows in"], weight: Float[Array, "out in"], out_dtype: DTypeLike = jnp.float32
+) -> Float[Array, "rows out"]:
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.dtype(out_dtype))
+
+
+def _row_sums(x: Float[Array, " in"], weight: Float32[Array, "out in"]) -> Float32[Array, " out"]:
     """W x as a reduction over the weight's rows."""
-    return jnp.sum(decode_blocks(codes, scales, block, jnp.float32) * x.astype(jnp.float32)[None, :], axis=1)
+    return jnp.sum(weight * x.astype(jnp.float32)[None, :], axis=1)
 
 
 def _product_by_columns(

@@ -1,4 +1,4 @@
-"""The matrix product with 8-bit floats in blocks: validates, picks a backend, says why."""
+"""The matrix product with weights of a byte a code: validates, picks a backend, says why."""
 
 import dataclasses
 import math
@@ -7,72 +7,76 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Num
 
 from pallas_kernels import dispatch
-from pallas_kernels.float8_matmul import reference
+from pallas_kernels.byte_matmul import reference
 from pallas_kernels.int4_matmul import mosaic, tuning
-from pallas_kernels.int4_matmul.packing import STRIP
-from pallas_kernels.int4_matmul.packing_float8 import Float8Rows
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.packing_rows import ByteRows
 from pallas_kernels.int4_matmul.plan import PART, Schedule
 from pallas_kernels.int4_matmul.rows import KINDS
 
 Backend = Literal["mosaic", "reference"]
 MOST_ROWS = 64
 """Of x in the kernel's registers."""
-LEAST_ROWS = 2
-"""From which it is taken unless another is asked for: for one row XLA's reduction over the weight's rows is as fast.
+TAKEN = {True: range(2, MOST_ROWS + 1), False: range(0)}
+"""With how many rows it is taken unless another is asked for, by whether there are blocks: what has not been measured
+is not. For one row XLA's reduction over the weight's rows is as fast.
 
-On an H200, K4096 N14336, microseconds of the kernel (XLA): 1 row 20.2 (19.2), 2 rows 20.4 (24.3), 8 rows 20.9 (31.7),
-16 rows 23.3 (39.4), 32 rows 25.9 (58.4), 64 rows 45.2 (95.0).
+On an H200, K4096 N14336, e4m3 in blocks, microseconds of the kernel (XLA): 1 row 20.2 (19.2), 2 rows 20.4 (24.3), 8
+rows 20.9 (31.7), 16 rows 23.3 (39.4), 32 rows 25.9 (58.4), 64 rows 45.2 (95.0).
 """
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 @overload
-def float8_matmul(
+def byte_matmul(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
     *,
-    block: reference.Block = (128, 128),
+    block: reference.Block | None = None,
     out_dtype: DTypeLike | None = None,
     backend: Backend | None = None,
     explain: Literal[False] = False,
 ) -> jax.Array: ...
 @overload
-def float8_matmul(
+def byte_matmul(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
     *,
-    block: reference.Block = (128, 128),
+    block: reference.Block | None = None,
     out_dtype: DTypeLike | None = None,
     backend: Backend | None = None,
     explain: Literal[True],
 ) -> list[dispatch.Choice]: ...
-def float8_matmul(
+def byte_matmul(
     x: Float[Array, "*rows in_features"],
-    codes: Float[Array, "_ _"],
-    scales: Float32[Array, "_ _"],
+    codes: Num[Array, "_ _"],
+    scales: Float32[Array, "..."],
     *,
-    block: reference.Block = (128, 128),
+    block: reference.Block | None = None,
     out_dtype: DTypeLike | None = None,
     backend: Backend | None = None,
     explain: bool = False,
 ) -> Float[Array, "*rows out_features"] | list[dispatch.Choice]:
-    """x times the transposed weight, whose value at [n, k] is codes[n, k] * scales[n // block[0], k // block[1]].
+    """x times the transposed weight, whose value at [n, k] is codes[n, k] * scales[n].
+
+    Where there are blocks it is codes[n, k] * scales[n // block[0], k // block[1]].
 
     Args:
       x: activations, any number of leading dimensions.
-      codes: float8_e4m3fn or float8_e5m2, as files have them: no kernel needs them in another order.
-      scales: [ceil(out_features / block[0]), ceil(in_features / block[1])].
-      block: outputs and inputs that share a scale.
+      codes: [out_features, in_features] of int8, float8_e4m3fn or float8_e5m2, as files have them: no kernel needs them
+        in another order.
+      scales: [out_features], or [ceil(out_features / block[0]), ceil(in_features / block[1])].
+      block: outputs and inputs that share a scale, such as (128, 128).
       out_dtype: by default x's dtype. Sums are float32 in any case.
       backend: forces one; else the environment variable JAXINFER_KERNELS may name one, else the first that supports the
-        call. "mosaic" is Hopper's, for few rows: it reads a byte a weight. "reference" is XLA's: for one row of x on a
-        GPU it reads a byte a weight too, for few also writes and reads sums of each column of blocks, and for many
-        decodes the weight into a temporary.
+        call. "mosaic" is Hopper's, for few rows: it reads a byte a weight. "reference" is XLA's, which for one row
+        reads no more; with blocks it also writes and reads sums of each column of them, and for many rows decodes the
+        weight into a temporary.
       explain: return the list of `Choice` and compute nothing.
 
     Raises:
@@ -81,34 +85,36 @@ def float8_matmul(
     out_features, in_features = codes.shape
     if x.ndim < 1 or x.shape[-1] != in_features:
         raise ValueError(f"x has shape {x.shape}; a weight of {in_features} in_features needs [..., {in_features}]")
-    expected = tuple(-(-size // step) for size, step in zip(codes.shape, block, strict=True))
-    if scales.shape != expected:
-        raise ValueError(f"scales have shape {scales.shape}; {codes.shape} in blocks of {block} need {expected}")
+    steps = (1, in_features) if block is None else block
+    expected = tuple(-(-size // step) for size, step in zip(codes.shape, steps, strict=True))
+    if scales.shape != (expected[:1] if block is None else expected):
+        kind = "with a scale an output" if block is None else f"in blocks of {block}"
+        raise ValueError(f"scales have shape {scales.shape}; {codes.shape} {kind} need {expected[: scales.ndim or 1]}")
     rows = math.prod(x.shape[:-1])
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     refusals = {"mosaic": mosaic_refusal(rows, x.dtype, dtype, codes, block), "reference": None}
-    if backend is None and rows < LEAST_ROWS:
-        refusals["mosaic"] = refusals["mosaic"] or f"XLA is as fast with fewer than {LEAST_ROWS} rows"
-    choices = dispatch.choose("float8_matmul", refusals, backend, or_last=True)
+    if backend is None and rows not in TAKEN[block is not None]:
+        refusals["mosaic"] = refusals["mosaic"] or f"it is not known to be faster than XLA with {rows} rows"
+    choices = dispatch.choose("byte_matmul", refusals, backend, or_last=True)
     if explain:
         return choices
     flat = x.reshape(rows, in_features)
     if choices[0].taken:
-        weight = Float8Rows(codes, scales, None, (out_features, in_features), block[1])
+        weight = ByteRows(codes, scales.reshape(expected), None, (out_features, in_features), steps[1])
         schedule = schedule_for(rows, weight, jax.devices()[0].device_kind)
         out = mosaic.int4_matmul(dispatch.in_memory(flat), weight, schedule=schedule, out_dtype=dtype)
     else:
-        out = reference.float8_matmul(flat, codes, scales, block=block, out_dtype=dtype)
+        out = reference.byte_matmul(flat, codes, scales, block=block, out_dtype=dtype)
     return out.reshape(*x.shape[:-1], out_features)
 
 
-def schedule_for(rows: int, weight: Float8Rows, device_kind: str) -> Schedule:
+def schedule_for(rows: int, weight: ByteRows, device_kind: str) -> Schedule:
     """That of the few-row kernel for 8-bit codes in groups, multiplied in float16 (`rows.py`)."""
     return dataclasses.replace(tuning.plan_for(rows, weight, device_kind).schedule, scaled=True)
 
 
 def mosaic_refusal(
-    rows: int, dtype: DTypeLike, out_dtype: DTypeLike, codes: jax.Array, block: reference.Block
+    rows: int, dtype: DTypeLike, out_dtype: DTypeLike, codes: jax.Array, block: reference.Block | None
 ) -> str | None:
     """Why the Mosaic kernel does not take this call; None if it does."""
     if dtype != jnp.bfloat16:
@@ -117,10 +123,11 @@ def mosaic_refusal(
         return f"it takes 1 to {MOST_ROWS} rows, not {rows}"
     if str(codes.dtype) not in KINDS:
         return f"it has codes of {' or '.join(KINDS)}, not {codes.dtype}"
-    if block[0] % STRIP or block[1] % PART:
+    if block is not None and (block[0] % STRIP or block[1] % PART):
         return f"it takes blocks of a multiple of {STRIP} outputs and of {PART} inputs, not {block[0]} x {block[1]}"
-    if not reference.divides(codes.shape, block):
-        return f"blocks of {block[0]} x {block[1]} do not divide {codes.shape}"
+    outputs, inputs = (STRIP, COLUMNS) if block is None else block
+    if not reference.divides(codes.shape, (outputs, inputs)):
+        return f"pieces of {outputs} outputs and {inputs} inputs do not divide {codes.shape}"
     if jnp.dtype(out_dtype) not in FLOATS:
         return f"it has results of bfloat16, float16 or float32, not {jnp.dtype(out_dtype)}"
     if codes.size >= 1 << 32:

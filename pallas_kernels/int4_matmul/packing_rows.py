@@ -1,4 +1,4 @@
-"""Weights of 8-bit floats with a scale for each block, as the Hopper kernel takes them: in the order of the file."""
+"""Weights of a byte a code as the Hopper kernel takes them in the order of the file: rows of inputs."""
 
 import dataclasses
 
@@ -18,11 +18,11 @@ class InRows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Float8Rows(PackedInt8):
-    """A weight of 8-bit floats. The value of a code is `scale * code`.
+class ByteRows(PackedInt8):
+    """A weight of signed bytes or of 8-bit floats. The value of a code is `scale * code`.
 
-    `codes` are float8_e4m3fn or float8_e5m2 [out, in], `scales` float32 [out / block rows, in / group_size], without
-    remainders: a scale is that of a block of so many outputs and inputs. There are no offsets.
+    `codes` are int8, float8_e4m3fn or float8_e5m2 [out, in], `scales` float32 [out / block rows, in / group_size],
+    without remainders: a scale is that of a block of so many outputs and inputs. There are no offsets.
     """
 
     layout: Layout = dataclasses.field(metadata={"static": True}, default="rows")
