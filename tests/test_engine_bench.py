@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks import llm, throughput
 from jaxinfer.cli import bench, main
-from jaxinfer.engine.config import Settings
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.settings import Settings
 from jaxinfer.engine.workload import Arrival, random_workload, read_workload, replay
 from jaxinfer.sampling_params import SamplingParams
 

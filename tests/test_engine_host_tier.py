@@ -11,7 +11,7 @@ import test_engine_scheduler as simulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.engine.config import EngineConfig, settle
+from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.host_pages import HostPool, Move
 from jaxinfer.engine.host_store import MOVES, HostStore, together
@@ -21,6 +21,7 @@ from jaxinfer.engine.rules import Rules
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.sequence import Status
+from jaxinfer.engine.settings import settle
 
 COMPILED: list[str] = []
 

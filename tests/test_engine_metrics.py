@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from jaxinfer import kv_cache
 from jaxinfer.engine.calls import calls_for
-from jaxinfer.engine.config import settle
 from jaxinfer.engine.layout import Layouts, SamplerLayout, listed
 from jaxinfer.engine.metrics import Latency, Meter, Span
 from jaxinfer.engine.programs import Programs, Size
 from jaxinfer.engine.sequence import Piece, Sequence
+from jaxinfer.engine.settings import settle
 from jaxinfer.engine.timeline import plot_timeline
 from jaxinfer.generation import requests_for
 from jaxinfer.sampling_params import SamplingParams

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.engine.config import EngineConfig, settle
+from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.engine import Engine, check_submission
 from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError, RequestTooLong, UnknownRequest
+from jaxinfer.engine.settings import settle
 from jaxinfer.outputs import Delta
 from jaxinfer.sampling_params import SamplingParams
 

@@ -20,7 +20,7 @@ from scipy import stats
 import jaxinfer.generation
 from benchmarks.soak import Soak
 from jaxinfer import kv_cache
-from jaxinfer.engine.config import EngineConfig, settle
+from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.drafting import Drafting
 from jaxinfer.engine.drafting_programs import DraftingPrograms
 from jaxinfer.engine.drafting_rows import DraftingState
@@ -30,6 +30,7 @@ from jaxinfer.engine.errors import RequestTooLong
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.programs import Size
 from jaxinfer.engine.sequence import Chunk, Sequence, Status
+from jaxinfer.engine.settings import settle
 from jaxinfer.engine.work import Work
 from jaxinfer.generation import logits
 from jaxinfer.kv_cache import PagedKVCache
@@ -535,8 +536,8 @@ def test_requests_that_the_draft_or_its_room_cannot_hold_are_refused_and_the_res
 
 def test_pages_of_a_draft_are_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many bytes free the pool has half the pages if the draft is as large as the target."""
-    monkeypatch.setattr("jaxinfer.engine.config.free_device_bytes", lambda: 10**8)
-    monkeypatch.setattr("jaxinfer.engine.config.reads_lengths", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.settings.free_device_bytes", lambda: 10**8)
+    monkeypatch.setattr("jaxinfer.engine.settings.reads_lengths", lambda *_: True)
     config = EngineConfig(max_decode_batch=4, max_context=64, page_size=4, max_sequences=10**6)
     model = cases.model()
     plain = settle(config, model).num_pages

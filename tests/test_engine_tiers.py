@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from test_tiers import CHUNK, KV, LONGEST, PAGE, load_case
 
 from jaxinfer.batch import Limits
-from jaxinfer.engine.config import EngineConfig, settle
+from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.errors import RequestTooLong
 from jaxinfer.engine.rules import Rules
 from jaxinfer.engine.sequence import Fork, Plan, Sequence, Status
+from jaxinfer.engine.settings import settle
 from jaxinfer.engine.tiered_scheduler import TieredScheduler
 from jaxinfer.engine.tiering import Demand, given_pools, share_out
 from jaxinfer.generation import generate

@@ -10,8 +10,9 @@ from jaxinfer.batch import cache_tokens
 from jaxinfer.cli.options import json_line, loading
 from jaxinfer.cli.output_files import check_picture
 from jaxinfer.cli.spec_bench import make_draft
-from jaxinfer.engine.config import EngineConfig, default_decode_batch
+from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.settings import default_decode_batch
 from jaxinfer.engine.workload import random_workload, read_workload, replay
 from jaxinfer.generation import requests_for
 from jaxinfer.model import load
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         decode_order=options.decode_order,
         policy=options.policy,
         prefill_tile=options.prefill_tile,
-        prefix_cache=not options.no_prefix_cache,
+        prefix_cache=False if options.no_prefix_cache else None,
         host_pages=options.host_pages,
         sampling=tuple(dict.fromkeys(dataclasses.replace(one.params, max_tokens=None) for one in arrivals)),
     )

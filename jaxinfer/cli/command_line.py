@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     add_loading(commands["perplexity"])
     add_perplexity(commands["perplexity"])
 
-    add_loading(commands["bench"])
+    add_loading(commands["bench"], tiered=True)
     add_bench(commands["bench"])
 
     add_loading(commands["plan"], tiered=True)

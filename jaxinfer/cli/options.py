@@ -82,7 +82,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_loading(parser: argparse.ArgumentParser, *, tiered: bool = False) -> None:
     """MODEL and everything that says how it is kept in memory; `loading` has the values.
 
-    `tiered` caches are for the commands that generate without engine and draft, and for plans of those.
+    `tiered` caches are for the commands that generate without a draft, and for plans of those.
     """
     add_model(parser)
     presets = ", ".join(name for name, plan in PRESETS.items() if not plan.needs_calibration)

@@ -56,15 +56,26 @@ back when it is asked for, if copying takes less time (measured by `warmup`) tha
 request that could never fit is refused (`RequestTooLong`); what is wrong with a request ends that request alone: NaN in
 its logits or an exception in its callback with finish reason "error", `abort` and closed streams with "abort".
 
+Tiers. A model loaded with `kv_dtype="tiered"` has its cache in tiers here as in `ji.generate`: the newest tokens of a
+sequence as they are, older pages in int8, the oldest in int4. Each tier has a pool of its own (`tier_pages`, or shared
+out of `memory_fraction`); a round begins with the moves of pages that have aged, and computes one piece of a prompt at
+most. Requests are admitted, and preempted, by the pages of each tier, and `metrics().tier_pages_owned` counts them.
+Completions of one request share the pages of its prompt until one of them moves down; each then has its own. There is
+no prefix cache: what an older page holds is what its sequence's length has made of it. Tokens are those of `generate`
+where prompts are cut into the same pieces and chunks have as many steps; a sequence that was preempted is computed in
+other pieces, and may go on differently by what rounding does. A draft, `host_pages`, `prefix_cache=True`, `num_pages`,
+`prefill_tile` and `score` are refused.
+
 Compilation. Programs exist in a few sizes (`prefill_lengths`, `prefill_rows`, `decode_rows`); fewer sizes compile
 sooner, more waste less padding. `sampling` holds examples of what will be asked for: a request that needs more (say,
 logprobs) compiles when it comes, as `score` does for its shapes, and `metrics().compilations_after_warmup` counts it.
 
 `jaxinfer bench MODEL` serves a made-up or recorded workload and prints the metrics. Modules: `pages`, `host_pages`,
-`prefix_cache`, `sequence`, `rules`, `seats`, `scheduler` (plain Python); `layout`, `config`, `rows`, `programs`,
-`page_table`, `calls`, `first_rows`, `work`, `runner`, `host_store` (the device); `jobs`, `core`, `readers`, `engine`
-(requests and rounds), `scoring`; `metrics`, `snapshot`, `timeline`, `workload`; with a draft `drafting` (the policy at
-work), `drafting_runner`, `drafting_programs`, `drafting_rows` (the device), `drafting_metrics`.
+`prefix_cache`, `sequence`, `rules`, `seats`, `scheduler` (plain Python); `layout`, `config`, `settings`, `rows`,
+`programs`, `page_table`, `calls`, `first_rows`, `work`, `runner`, `host_store` (the device); `jobs`, `core`, `readers`,
+`engine` (requests and rounds), `scoring`; `metrics`, `snapshot`, `timeline`, `workload`; with a draft `drafting` (the
+policy at work), `drafting_runner`, `drafting_programs`, `drafting_rows` (the device), `drafting_metrics`; with tiers
+`tiering` (memory), `tiered_scheduler`, `tiered_runner`.
 
 What the engine refuses has names (`from jaxinfer.engine import EngineClosed`), all of them ValueErrors: `EngineClosed`,
 `DuplicateRequest`, `UnknownRequest`, which are `EngineError`s, and `RequestTooLong`.

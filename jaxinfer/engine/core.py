@@ -8,7 +8,7 @@ import typing
 from collections.abc import Sequence
 
 from jaxinfer.batch import cache_tokens
-from jaxinfer.engine.config import EngineConfig, Settings, settle
+from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.drafting import Drafting
 from jaxinfer.engine.drafting_runner import DraftingRunner
 from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError
@@ -23,6 +23,7 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.scoring import Scorer
 from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.engine.settings import Settings, settle
 from jaxinfer.engine.tiered_runner import TieredRunner
 from jaxinfer.engine.tiered_scheduler import TieredScheduler
 from jaxinfer.engine.tiering import check as check_tiers

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.engine.config import Settings
 from jaxinfer.engine.drafting_rows import DraftingState, catch_up_rows, draft_rows, seat_rows, speculate_rows
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.programs import Programs, Size, ints, shapes_key, shapes_of, state_shapes
+from jaxinfer.engine.settings import Settings
 from jaxinfer.model import Model
 from jaxinfer.sampling_state import SamplingState
 from jaxinfer.speculative.loop import Method

@@ -5,11 +5,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from jaxinfer.engine.config import Settings
 from jaxinfer.engine.errors import RequestTooLong
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.metrics import Clock
 from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.engine.settings import Settings
 from jaxinfer.outputs import Delta, RequestOutput
 from jaxinfer.request import Request
 

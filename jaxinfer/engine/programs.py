@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from checkpoints.progress import progress_bar
 from jaxinfer import steps
 from jaxinfer.config import ModelConfig
-from jaxinfer.engine.config import Settings
 from jaxinfer.engine.host_store import MOVES, gather_pages, page_shapes, scatter_pages
 from jaxinfer.engine.layout import SamplerLayout
 from jaxinfer.engine.rows import blank_state, copy_pages, decode_rows, start_rows
+from jaxinfer.engine.settings import Settings
 from jaxinfer.model import Model
 from jaxinfer.scoring_run import prefill_targets
 from jaxinfer.tiers import KVCache, Tier

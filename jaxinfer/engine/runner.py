@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxinfer import kv_cache
 from jaxinfer.engine.calls import Call, calls_for
-from jaxinfer.engine.config import Settings
 from jaxinfer.engine.first_rows import first_rows
 from jaxinfer.engine.host_pages import Move
 from jaxinfer.engine.host_store import HostStore
@@ -23,6 +22,7 @@ from jaxinfer.engine.pages import SCRATCH_PAGE
 from jaxinfer.engine.programs import COPIES, Programs, Size
 from jaxinfer.engine.sequence import Booking, Fork, Plan
 from jaxinfer.engine.sequence import Sequence as Track
+from jaxinfer.engine.settings import Settings
 from jaxinfer.engine.work import Result, Work, wait
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.loop import DecodedChunk, DecodeState

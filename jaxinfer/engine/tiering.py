@@ -1,15 +1,12 @@
 """How an engine's memory is shared out between the tiers of a cache, and what does not go with tiers."""
 
 import dataclasses
-import typing
 from collections.abc import Callable
 
+from jaxinfer.engine.config import EngineConfig
 from jaxinfer.memory import shown_bytes
 from jaxinfer.tier_pages import TierRules
 from jaxinfer.tiers import TieredKV, TierPools
-
-if typing.TYPE_CHECKING:
-    from jaxinfer.engine.config import EngineConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Demand:
     """Tokens of prompts that a round computes at most."""
 
 
-def check(config: "EngineConfig", kv: object, *, drafts: bool) -> None:
+def check(config: EngineConfig, kv: object, *, drafts: bool) -> None:
     """Raises ValueError for options that do not go with a tiered cache, or only with one."""
     if not isinstance(kv, TieredKV):
         if config.tier_pages is not None:
