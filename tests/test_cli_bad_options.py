@@ -33,7 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("bench {model} --decode-chunk 99999999999", "--decode-chunk 99999999999; expected at most 4096"),
         ("perplexity {model} {out}/text.txt --stride 0", "--stride 0; expected an integer from 1 to 63"),
         # Tiers are for what generates without engine and draft.
-        ("bench {model} --kv-dtype tiered --host-pages 4", "host_pages=4 with a tiered cache, whose pages stay on the"),
+        (
+            "bench {model} --kv-dtype tiered --host-pages 4",
+            "--host-pages 4 with a tiered cache, whose pages stay on the device",
+        ),
         ("bench {model} --kv-dtype tiered:0,1", "TieredKV(recent=0): expected an integer of at least 1"),
         ("score {model} --continuation A --kv-dtype tiered", "argument --kv-dtype: invalid choice: 'tiered'"),
         # What would only be found after all the measuring.
