@@ -104,6 +104,19 @@ def test_answers_are_those_of_hf(models: dict[str, Model], name: str) -> None:
         assert logprob == pytest.approx(one["answer"], abs=TOLERANCE)
 
 
+def test_log_likelihoods_do_not_depend_on_how_many_are_asked_for(models: dict[str, Model]) -> None:
+    """lm-evaluation-harness#704 (trap M5): one by one, in fours and in fives."""
+    recorded = EXPECTED["requests"]["plain"]["loglikelihood"][:8]
+    for size in (1, 4, 5):
+        model, answers = adapter_for(models, "plain", batch_size=size), []
+        for start in range(0, len(recorded), size):
+            answers += model.loglikelihood(
+                instances("loglikelihood", recorded[start : start + size]), disable_tqdm=True
+            )
+        for (logprob, _), one in zip(answers, recorded, strict=True):
+            assert logprob == pytest.approx(one["answer"][0], abs=1e-4)
+
+
 @pytest.mark.parametrize(("name", "reverse"), [("plain", False), ("plain", True), ("bos", False), ("short", True)])
 def test_generated_texts_are_those_of_hf(models: dict[str, Model], name: str, reverse: bool) -> None:
     """lm-evaluation-harness#3587: requests with different `until` in one call, in both orders."""

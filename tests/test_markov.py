@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from jaxinfer.generation import generate, logits, stream
 from jaxinfer.model import Model, load
 from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.speculative.ngram import NgramDraft
 
 LADDER = markov.model(chain(*range(62), EOS))
 """Counts: after token i comes i + 1, after 61 end of text."""
@@ -350,6 +352,28 @@ def test_k1_logits_are_capped_once_and_in_float32(dtype: str):
     found = np.asarray(logits(capped, [[5]]))
     assert found.dtype == np.float32
     assert found[0, 0, 6] == pytest.approx(29.98, abs=2e-3)
+
+
+def test_k1_an_activation_beyond_float16_is_an_error_of_its_row():
+    """Token 20 makes 280 * 250 = 7e4 in the MLP, infinite in float16, and inf * 0 is NaN. Greedy and sampled rows."""
+    layer, scale = LADDER.params.layers[0], math.sqrt(markov.VOCAB)
+    gate_up = layer.gate_up.at[0, 20].set(280 / scale).at[32, 20].set(250 / scale)
+    params = dataclasses.replace(LADDER.params, layers=[dataclasses.replace(layer, gate_up=gate_up)])
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16) if leaf.ndim > 1 else leaf, params)
+    model = dataclasses.replace(LADDER, params=params, dtype=jnp.dtype(jnp.float16))
+    rows = [greedy(max_tokens=6, temperature=temperature, seed=1) for temperature in (0.0, 1.0) for _ in range(2)]
+    for draft in (None, NgramDraft(k=2)):
+        outputs = generate(model, [[18], [40]] * 2, rows, draft=draft)
+        assert [output.finish_reason for output in outputs] == ["error", "length"] * 2
+        assert [output.token_ids for output in outputs] == [(19, 20), (41, 42, 43, 44, 45, 46)] * 2
+
+
+def test_k1_nan_in_a_layer_is_an_error_for_all():
+    layer = LADDER.params.layers[0]
+    layers = [dataclasses.replace(layer, down=layer.down.at[3, 3].set(jnp.nan))]
+    model = dataclasses.replace(LADDER, params=dataclasses.replace(LADDER.params, layers=layers))
+    outputs = generate(model, [[5], [6]], greedy())
+    assert [(output.finish_reason, output.token_ids, output.text) for output in outputs] == [("error", (), "")] * 2
 
 
 def test_k1_nan_in_the_embedding_of_padding_hurts_nobody():

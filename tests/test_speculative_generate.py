@@ -206,6 +206,16 @@ def test_h1_d3_blocks_end_at_an_end_of_text_inside_them():
                 assert output.finish_reason == "stop"
 
 
+def test_h1_n_grams_find_an_end_of_text_and_go_on_behind_it():
+    """Trap H1: the prompt holds the whole answer, its end and what came after it, all of which is proposed."""
+    prompts = [[*range(54, 61), markov.EOS, 54, 55, 60 - distance] for distance in range(5)]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    outputs = generate(markov_model(), prompts, params, draft=fixed(NgramDraft(k=4, min_n=1, max_n=1)))
+    for distance, output in enumerate(outputs):
+        assert output.token_ids == (*range(61 - distance, 61), markov.EOS)
+        assert output.finish_reason == "stop"
+
+
 def test_h3_min_tokens_as_in_plain_decoding():
     """Trap H3: the end of text would come fourth; min_tokens 0, 3, 4, 5, and a draft that proposes it."""
     model = markov_model()
