@@ -251,6 +251,10 @@ FORMATS: dict[str, tuple[Encode, dict[str, Any]]] = {
     "packed int4": (packed_integers(4, True), compressed("pack-quantized", **INT4, symmetric=True)),
     "packed int4 asymmetric": (packed_integers(4, False), compressed("pack-quantized", **INT4, symmetric=False)),
     "packed int4 order": (packed_integers(4, True, True), compressed("pack-quantized", **INT4, symmetric=True)),
+    "packed int8 asymmetric": (
+        packed_integers(8, False),
+        compressed("pack-quantized", **INT4 | {"num_bits": 8}, symmetric=False),
+    ),
     "packed int8": (packed_integers(8, True), compressed("pack-quantized", **INT4 | {"num_bits": 8}, symmetric=True)),
     "int8": (int8, compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True)),
     "fp8 tensor": (fp8("weight_scale", lambda o, i: (1,)), compressed("naive-quantized", strategy="tensor", **FP8)),
