@@ -281,6 +281,15 @@ def test_the_formula_is_what_an_h200_took(quantize: str | None, gigabytes: float
     assert taken / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
+def test_the_plan_is_what_an_h200_took():
+    """The peak of `benchmarks.memory_plan` (commit 69649ef), which came while kernels were tried for the head."""
+    plan = ji.memory_plan(
+        SHAPES / "llama-3-8b", batch=16, context=4096, gpu_memory="141GB", quantize="int4", random_weights=True
+    )
+    assert plan.peak / 1e9 == pytest.approx(15.524, rel=0.01)
+    assert plan.peak == plan.total_weights + plan.kv_cache + plan.compiling
+
+
 def test_kernels_are_tried_only_where_xla_chooses_them():
     """For a decode step of few rows, the head in 16 bits: 128,256 x 4096. cuBLAS is not tried, one row is a sum."""
 
