@@ -77,7 +77,7 @@ def even(x: jax.Array, norm: jax.Array, gate_up: Packed, down: Packed, o: Packed
     schedule = WideSchedule(tokens, cluster=2, even=True)
     second = wide_tuning.wide_schedule(rows, down)
     first = dataclasses.replace(
-        WidePlan.of(rows, gate_up, dataclasses.replace(schedule, tiles=2, turns=tokens == 128)),
+        WidePlan.of(rows, gate_up, dataclasses.replace(schedule, tiles=2, turns=2 * (tokens == 128))),
         gated=True,
         result_order=WidePlan.of(rows, down, second).token_order,
     )

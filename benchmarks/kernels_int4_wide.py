@@ -40,13 +40,13 @@ CASES = [
 
 EVEN: dict[str, Any] = {"even": True, "slices": 1, "cluster": 2, "blocks": 132, "warpgroups": 2, "tiles": 1}
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (80, "qkv", [{}, EVEN | {"tokens": 80}]),
-    (128, "qkv", [{}, EVEN | {"tokens": 128}, EVEN | {"tokens": 128, "cluster": 1}]),
-    (256, "qkv", [EVEN | {"tokens": 128}, EVEN | {"tokens": 256}, {"warpgroups": 3, "tokens": 128, "slices": 2}]),
+    (80, "gate_up", [{}, {"tokens": 80, "cluster": 2, "turns": 1}, {"tokens": 80, "cluster": 2, "turns": 2}]),
+    (80, "qkv", [{}, EVEN | {"tokens": 80}, EVEN | {"tokens": 80, "turns": 1}]),
+    (128, "qkv", [{}, EVEN | {"tokens": 128}, EVEN | {"tokens": 128, "turns": 1}]),
+    (64, "gate_up", [{"turns": 1}]),
+    (256, "qkv", [EVEN | {"tokens": 128}, EVEN | {"tokens": 256}]),
     (256, "o", [{}, EVEN | {"tokens": 128}]),
-    (256, "gate_up", [EVEN | {"tokens": 128, "tiles": 2, "turns": True}]),
-    (512, "gate_up", [{}, {"turns": True}]),
-    (1024, "o", [{}]),
+    (256, "gate_up", [EVEN | {"tokens": 128, "tiles": 2, "turns": 2}]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
@@ -126,7 +126,7 @@ def run(
     s = schedule
     name = (
         f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.cluster}c{s.stages}d"
-        + " turns" * s.turns
+        + f" {s.turns} turns" * bool(s.turns)
         + " even" * s.even
     )
     right = same and error < 1e-2

@@ -77,14 +77,14 @@ def truncation(plan: WidePlan) -> float:
     ("rows", "out_features", "in_features", "group_size", "kind", "schedule"),
     [
         (20, 200, 384, 128, "zero_point", WideSchedule(24, stages=3, blocks=1)),
-        (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=3, slices=2, blocks=3, turns=True)),
+        (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=3, slices=2, blocks=3, turns=2)),
         (40, 136, 320, 64, "minimum", WideSchedule(16, tiles=2, stages=2, blocks=2)),
         (17, 40, 200, 16, "zero_point", WideSchedule(8, warpgroups=1, stages=2, cluster=2, blocks=2)),
         (33, 264, 640, -1, "minimum", WideSchedule(24, warpgroups=4, slices=3, stages=2)),
         (33, 520, 256, 256, "zero_point", WideSchedule(48, tiles=2, cluster=4, stages=2, blocks=4)),
-        (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8, turns=True)),
+        (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8, turns=1)),
         (9, 200, 1024, 32, "symmetric", WideSchedule(16, stages=3, blocks=5, even=True)),
-        (12, 300, 384, 64, "minimum", WideSchedule(8, tiles=2, stages=2, cluster=2, blocks=4, turns=True, even=True)),
+        (12, 300, 384, 64, "minimum", WideSchedule(8, tiles=2, stages=2, cluster=2, blocks=4, turns=2, even=True)),
     ],
 )
 def test_kernel_on_simulated_warps(rows, out_features, in_features, group_size, kind, schedule) -> None:
@@ -125,7 +125,7 @@ def test_results_of_16_bits(rows: int, out_features: int, schedule: WideSchedule
     ("rows", "results", "group_size", "run", "schedule"),
     [
         (20, 128, 128, 2, WideSchedule(24, warpgroups=1, tiles=2, stages=2)),
-        (41, 256, 16, 1, WideSchedule(24, tiles=2, stages=2, cluster=2, blocks=2, turns=True)),
+        (41, 256, 16, 1, WideSchedule(24, tiles=2, stages=2, cluster=2, blocks=2, turns=1)),
         (9, 128, 32, 2, WideSchedule(8, warpgroups=1, tiles=2, stages=2, blocks=3, even=True)),
     ],
 )
@@ -331,7 +331,7 @@ def test_slices_are_added_in_the_norms_kernel_on_the_gpu(rows: int) -> None:
     [
         (9, 16, None),
         (100, 32, None),
-        (300, 128, WideSchedule(128, tiles=2, cluster=2, stages=4, blocks=8, turns=True)),
+        (300, 128, WideSchedule(128, tiles=2, cluster=2, stages=4, blocks=8, turns=2)),
         (100, 32, WideSchedule(56, tiles=2, cluster=2, stages=4, blocks=10, even=True)),
         (1000, -1, None),
     ],
@@ -461,14 +461,16 @@ def test_unpacking_on_the_gpu(out_features: int, in_features: int, group_size: i
         WideSchedule(64, cluster=4, stages=7, blocks=16),
         WideSchedule(32, tiles=2, slices=2, stages=4),
         WideSchedule(128, cluster=2, stages=5, blocks=16),
-        WideSchedule(200, cluster=2, stages=3, blocks=16, turns=True),
+        WideSchedule(200, cluster=2, stages=3, blocks=16, turns=2),
         WideSchedule(200, warpgroups=1, cluster=4, stages=3, blocks=16),
         WideSchedule(64, tiles=2, cluster=4, stages=6, blocks=16),
         WideSchedule(128, tiles=2, stages=4, blocks=16),
-        WideSchedule(64, cluster=2, stages=8, blocks=16, turns=True),
-        WideSchedule(128, tiles=2, stages=4, blocks=16, turns=True),
-        WideSchedule(64, cluster=4, stages=8, blocks=16, turns=True),
-        WideSchedule(104, tiles=2, cluster=2, stages=4, blocks=16, turns=True),
+        WideSchedule(64, cluster=2, stages=8, blocks=16, turns=2),
+        WideSchedule(128, tiles=2, stages=4, blocks=16, turns=2),
+        WideSchedule(64, cluster=4, stages=8, blocks=16, turns=2),
+        WideSchedule(104, tiles=2, cluster=2, stages=4, blocks=16, turns=2),
+        WideSchedule(80, tiles=2, cluster=2, stages=5, blocks=16, turns=1),
+        WideSchedule(128, warpgroups=3, stages=4, blocks=16, turns=1),
     ],
 )
 def test_schedules_on_the_gpu(schedule: WideSchedule) -> None:
@@ -495,7 +497,7 @@ def assert_right_and_repeatable(schedule: WideSchedule) -> None:
         WideSchedule(64, stages=8, even=True),
         WideSchedule(128, cluster=2, stages=5, even=True),
         WideSchedule(256, cluster=2, stages=3, even=True),
-        WideSchedule(128, tiles=2, cluster=2, stages=4, blocks=22, turns=True, even=True),
+        WideSchedule(128, tiles=2, cluster=2, stages=4, blocks=22, turns=2, even=True),
         WideSchedule(96, warpgroups=3, cluster=4, stages=4, blocks=44, even=True),
     ],
 )

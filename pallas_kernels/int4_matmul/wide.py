@@ -19,6 +19,7 @@ docs/kernels.md has the layout, the reasons and the measurements.
 import dataclasses
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -79,7 +80,7 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any, exch
             w.set_registers(REGISTERS[schedule.warpgroups][1], more=True)
         book = None if a.weights.book is None else Book(w, a.weights.book)
         start = (w.integer(0), w.integer(0))
-        if plan.takes_turns:
+        if plan.turns:
             w.when(w.integer(plan.consumer_warps - 4) <= w.warp, lambda: w.give_turn(w.integer(TURNS)))
         w.loop(parts, start, functools.partial(one_part, book))
 
@@ -128,9 +129,14 @@ def multiply_part(
     sums, tiles = schedule.tokens // 2, range(schedule.tiles)
     # The warpgroup's tiles of 64 features follow each other; this warp has a strip of each.
     strip = w.warp // 4 * (4 * schedule.tiles) + w.warp % 4
-    steps, batches = COLUMNS // 16, STAGE // COLUMNS
+    batches = plan.turns or STAGE // COLUMNS
+    columns = STAGE // batches
+    products = [(u, i) for u in tiles for i in range(columns // 16)]
     turn = w.warp // 4 + TURNS
     next_turn = w.select(turn < TURNS + schedule.warpgroups - 1, turn + 1, w.integer(TURNS))
+
+    def grouped(flat: Sequence[Any]) -> list[Any]:
+        return [flat[sums * u : sums * (u + 1)] for u in tiles]
 
     def release(slot: Any, now: Any) -> None:
         w.warp_barrier()
@@ -149,41 +155,51 @@ def multiply_part(
 
         return RowPair(w, a, scale, offset, book)
 
-    def words(base: Any, tile: int, column_tile: int) -> list[list[Any]]:
+    def words(base: Any, tile: int, batch: int) -> list[list[Any]]:
         """A lane's of each step of 16 inputs: one, or two of codes of 8 bits."""
-        address = base + strip * plan.words_bytes + w.lane * 16
-        place = plan.x_bytes + 4 * plan.words_bytes * tile + plan.tile_bytes * column_tile
-        pieces = range(place, place + plan.tile_bytes, PIECE_BYTES)
-        found = [word for piece in pieces for word in w.shared_words(address, piece)]
-        return [found[i : i + len(pieces)] for i in range(0, len(found), len(pieces))]
+        address, found = base + strip * plan.words_bytes + w.lane * 16, []
+        for column_tile in range(batch * columns // COLUMNS, (batch + 1) * columns // COLUMNS):
+            place = plan.x_bytes + 4 * plan.words_bytes * tile + plan.tile_bytes * column_tile
+            pieces = range(place, place + plan.tile_bytes, PIECE_BYTES)
+            some = [word for piece in pieces for word in w.shared_words(address, piece)]
+            found += [some[i : i + len(pieces)] for i in range(0, len(some), len(pieces))]
+        return found
 
     # A batch is unpacked while the one before is multiplied. Each has products of all tiles: where a loop goes round
     # with some sums finished and others not, ptxas makes every product wait for the one before.
     def stage(index: Any, carry: Any, last: bool = False) -> Any:
         slot, parity, before, *flat = carry
-        acc = [flat[sums * u : sums * (u + 1)] for u in tiles]
+        acc = grouped(flat)
         base = slot * plan.stage_bytes
         w.barrier_wait(slot * 8 + plan.full_barriers, parity)
 
         # In turns words are read late: ptxas would unpack the second batch's between this turn's products.
-        early = [] if plan.takes_turns else [[words(base, u, b) for u in tiles] for b in range(batches)]
+        early = [] if plan.turns else [[words(base, u, b) for u in tiles] for b in range(batches)]
         segments = [[segment(base, u, i) for i in range(plan.segments)] for u in tiles]
         matrix = w.token_matrix(base, schedule.tokens)
         for b in range(batches):
             operands = []
             for u in tiles:
                 for i, word in enumerate(early[b][u] if early else words(base, u, b)):
-                    operands += segments[u][(b * COLUMNS + i * 16) // plan.segment].weights(word)
-            if plan.takes_turns:
+                    operands += segments[u][(b * columns + i * 16) // plan.segment].weights(word)
+            if plan.turns == 1:
+                operands = w.wgmma_fence(operands)  # all of it is unpacked before the turn
+            if plan.turns:
                 w.wait_turn(turn)
-            operands = w.wgmma_fence(operands)
-            for u in tiles:
-                for i in range(steps):
-                    first, advance = 4 * (u * steps + i), (b * steps + i) * 32 * schedule.tokens
-                    acc[u] = w.wgmma(acc[u], operands[first : first + 4], matrix, advance)
+            if plan.turns != 1:
+                operands = w.wgmma_fence(operands)
+            for place, (u, i) in enumerate(products):
+                if plan.turns == 1 and place + 1 == len(products):
+                    w.give_turn(next_turn)  # before the last one: the other warpgroup takes a while to begin
+                step = b * columns // 16 + i
+                acc[u] = w.wgmma(acc[u], operands[4 * place : 4 * place + 4], matrix, step * 32 * schedule.tokens)
             w.wgmma_commit()
-            if plan.takes_turns:
+            if plan.turns == 2:
                 w.give_turn(next_turn)
+            if plan.turns == 1:
+                acc = grouped(w.wgmma_wait(0, [value for tile in acc for value in tile]))
+                release(slot, w.lane < 32)
+                continue
             # The batch before has been read. Behind the products: where ptxas sees a wait only before the next ones,
             # it makes them wait for each other too.
             if not last or b + 1 < batches:
@@ -198,11 +214,12 @@ def multiply_part(
     # the wait that follows it.
     end = part.count - 1
     slot, parity, before, *flat = stage(end, w.loop(end, start, stage), last=True)
-    flat = w.wgmma_wait(0, flat)
-    release(before, w.lane < 32)
+    if plan.turns != 1:
+        flat = w.wgmma_wait(0, flat)
+        release(before, w.lane < 32)
     if book is not None:
         flat = [value * book.unit for value in flat]
-    return (slot, parity), [(strip + 4 * u, flat[sums * u : sums * (u + 1)]) for u in tiles]
+    return (slot, parity), [(strip + 4 * u, values) for u, values in enumerate(grouped(flat))]
 
 
 def int4_matmul(

@@ -32,7 +32,8 @@ class WideSchedule:
 
     Where there are too few parts for that, a part is over one of `slices` slices of the inputs, whose sums XLA adds.
 
-    `turns`: the multiplying warpgroups take turns at the tensor cores, so that one unpacks while another multiplies.
+    `turns`: the multiplying warpgroups take turns at the tensor cores, so that one unpacks while another multiplies:
+    two in a stage, or one, and then a warpgroup's products of a stage are done before it unpacks the next.
 
     `even` (with one slice): parts are of equal numbers of stages instead, see `wide_share`.
     """
@@ -44,7 +45,7 @@ class WideSchedule:
     cluster: int = 1
     stages: int = 4
     blocks: int = 132
-    turns: bool = False
+    turns: int = 0
     even: bool = False
 
 
@@ -182,8 +183,8 @@ class WidePlan:
         return 4 * self.schedule.warpgroups
 
     @property
-    def takes_turns(self) -> bool:
-        return self.schedule.turns and self.schedule.warpgroups > 1
+    def turns(self) -> int:
+        return self.schedule.turns if self.schedule.warpgroups > 1 else 0
 
     @property
     def segment(self) -> int:
