@@ -51,18 +51,14 @@ DECODE: list[tuple[Shape, list[dict[str, Any]]]] = [
 # What speculation runs: a draft's passes (16 query heads), verification and plain decoding of a target.
 DRAFT: dict[str, Any] = {"q_heads": 16, "norm": True}
 SIXTEEN: dict[str, Any] = {"batch": 16, "context": 640, "shortest": 130, "ragged": True, "table": 1024}
-STAGED = {"splits": 1, "warps": 8, "depth": 3, "staged": True}
 SHORT: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(1, 400, table=512, **DRAFT), [{}]),
-    (Shape(1, 400, table=512, tokens=2, **DRAFT), [{}, {"splits": 8, "warps": 4, "depth": 1}]),
-    (
-        Shape(1, 400, table=512, tokens=5, norm=True),
-        [{}, {"splits": 8, "warps": 4, "depth": 1, "most_halves": 1}, {"splits": 8, "warps": 4, "depth": 1}],
-    ),
-    (Shape(**SIXTEEN, **DRAFT), [{}, STAGED]),
-    (Shape(**SIXTEEN, **DRAFT, tokens=2), [{}, STAGED]),
-    (Shape(**SIXTEEN, norm=True), [{}, STAGED]),
-    (Shape(**SIXTEEN, norm=True, tokens=5), [{}, STAGED]),
+    (Shape(1, 400, table=512, tokens=2, **DRAFT), [{}]),
+    (Shape(1, 400, table=512, tokens=5, norm=True), [{}, {"most_halves": None}]),
+    (Shape(**SIXTEEN, **DRAFT), [{}]),
+    (Shape(**SIXTEEN, **DRAFT, tokens=2), [{}]),
+    (Shape(**SIXTEEN, norm=True), [{}]),
+    (Shape(**SIXTEEN, norm=True, tokens=5), [{}, {"splits": 4}]),
 ]
 ATTENTION: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(64, 4096), [{}]),
@@ -107,7 +103,7 @@ def loop_timing(recorder: Recorder, work: Workload) -> None:
 
 
 def case_of(name: str, shape: Shape, plan: Plan) -> dict[str, object]:
-    schedule = {field: getattr(plan, field) for field in ("splits", "warps", "depth", "most_halves", "staged")}
+    schedule = {field: getattr(plan, field) for field in ("splits", "warps", "depth", "most_halves")}
     return {"op": name} | dataclasses.asdict(shape) | schedule
 
 

@@ -42,7 +42,6 @@ class Case:
     warps: int | None = None
     depth: int | None = None
     most_halves: int | None = None
-    staged: bool | None = None
     early: bool | None = None
 
     @property
@@ -66,9 +65,7 @@ class Case:
             kv=self.kv,
             **{name: getattr(self, name) for name in names},
         )
-        schedule = {
-            name: getattr(self, name) for name in ("splits", "warps", "depth", "most_halves", "staged", "early")
-        }
+        schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth", "most_halves", "early")}
         return dataclasses.replace(plan, **{name: value for name, value in schedule.items() if value is not None})
 
     def decode_plan(self) -> decode_mosaic.DecodePlan:

@@ -38,7 +38,6 @@ class SimulatedWarp:
         self.lane = LANE
         self.thread = LANE + 32 * self.warp
         self.prefetched: list[tuple[np.ndarray, np.ndarray]] = []
-        self.copies: list[list[tuple[np.ndarray, tuple[np.ndarray, ...]]]] = [[]]  # groups that are under way
 
     def const(self, value: float, kind: str = "f32") -> np.ndarray:
         return np.full(32, value, KINDS[kind])
@@ -128,6 +127,11 @@ class SimulatedWarp:
     def shuffle_xor(self, x: np.ndarray, mask: int) -> np.ndarray:
         return x[LANE ^ mask]
 
+    either = staticmethod(np.logical_or)
+
+    def anywhere(self, x: np.ndarray) -> np.ndarray:
+        return np.full(32, x.any())
+
     def shuffle(self, x: np.ndarray, source_lane: np.ndarray) -> np.ndarray:
         return x[source_lane]
 
@@ -159,10 +163,10 @@ class SimulatedWarp:
         self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray
     ) -> tuple[np.ndarray, ...]:
         """`ref` is the bytes of bfloat16 elements."""
-        return self.load_bytes(ref, 2 * offset, 4 * count, predicate, 0)
+        return self.load_bytes(ref, 2 * offset, 4 * count, predicate, 0, True)
 
     def load_bytes(
-        self, ref: np.ndarray, offset: np.ndarray, size: int, predicate: np.ndarray, constant: int
+        self, ref: np.ndarray, offset: np.ndarray, size: int, predicate: np.ndarray, constant: int, zero: bool
     ) -> tuple[np.ndarray, ...]:
         """`ref` is a flat array of bytes."""
         offset = np.where(predicate, offset + constant, 0).astype(np.int64)
@@ -170,29 +174,9 @@ class SimulatedWarp:
         assert (offset >= 0).all()
         assert (offset + size <= ref.size).all(), "read past the end of an array"
         got = np.zeros((32, max(size, 4)), np.uint8)
-        got[:, :size] = np.where(predicate[:, None], ref[offset[:, None] + np.arange(size)], 0)
+        # Bytes of 255 are NaN or the largest codes: nobody may see them.
+        got[:, :size] = np.where(predicate[:, None], ref[offset[:, None] + np.arange(size)], 0 if zero else 255)
         return tuple(got.view(np.int32)[:, i] for i in range(max(1, size // 4)))
-
-    def copy_bytes(
-        self,
-        shared: np.ndarray,
-        ref: np.ndarray,
-        offset: np.ndarray,
-        size: int,
-        predicate: np.ndarray,
-        constant: int,
-    ) -> None:
-        assert size in (4, 8, 16)
-        self.copies[-1].append((shared, self.load_bytes(ref, offset, size, predicate, constant)))
-
-    def commit_copies(self) -> None:
-        self.copies.append([])
-
-    def wait_copies(self, under_way: int) -> None:
-        """What is copied arrives here, and not before."""
-        while len(self.copies) > under_way + 1:
-            for shared, words in self.copies.pop(0):
-                self.shared_store(shared, words)
 
     def load_scale(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray, constant: int) -> np.ndarray:
         return self._load(ref, offset + constant, 1, predicate)[0]

@@ -50,13 +50,11 @@ CASES = [
     Case((70, 5), tokens=5, q_heads=4, kv_heads=1, head_dim=96, rotary_dim=96, splits=2, warps=4, kv="int4"),
     Case((20,), tokens=3, q_heads=4, kv_heads=1, head_dim=16, window=8, warps=4, kv="int8"),
 ]
-# Tiles that wait in shared memory; fewer rows a block than fit.
+# Three tiles under way; fewer rows a block than fit.
 CASES += [
-    Case((0, 1, 17, 127), head_dim=128, kv_heads=1, rotary_dim=128, norm=True, warps=4, depth=3, staged=True),
-    Case((100, 21), window=20, q_heads=2, kv_heads=1, rotary_dim=64, splits=2, warps=4, depth=1, staged=True),
-    Case(
-        (128, 5), tokens=5, q_heads=4, kv_heads=1, head_dim=64, rotary_dim=64, norm=True, warps=4, depth=2, staged=True
-    ),
+    Case((0, 1, 17, 127), head_dim=128, kv_heads=1, rotary_dim=128, norm=True, warps=4, depth=3),
+    Case((100, 21), window=20, q_heads=2, kv_heads=1, rotary_dim=64, splits=2, warps=4, depth=1),
+    Case((128, 5), tokens=5, q_heads=4, kv_heads=1, head_dim=64, rotary_dim=64, norm=True, warps=4, depth=2),
     Case((70, 20), tokens=5, q_heads=4, kv_heads=1, rotary_dim=64, splits=2, warps=4, most_halves=1, early=True),
 ]
 SEVERAL = [case for case in CASES if case.tokens > 1]

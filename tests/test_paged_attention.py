@@ -108,6 +108,21 @@ def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):
     assert (batch * kv_heads * got.splits, got.warps) == (blocks, warps)
 
 
+@pytest.mark.parametrize(
+    ("batch", "tokens", "group", "row_blocks", "blocks", "warps"),
+    [
+        (1, 2, 2, 1, 64, 4),  # a draft's first pass: as one token
+        (1, 5, 4, 3, 96, 8),  # verification: 8 rows a block
+        (2, 5, 4, 1, 64, 8),  # too many blocks for that
+        (16, 5, 4, 1, 256, 4),
+    ],
+)
+def test_schedule_of_several_tokens(batch, tokens, group, row_blocks, blocks, warps):
+    shape = {"batch": batch, "tokens": tokens, "q_heads": 8 * group, "kv_heads": 8, "head_dim": 128}
+    got = plan.plan_for(**shape, page_size=16, pages_per_row=32, scale=1.0)
+    assert (got.row_blocks, batch * 8 * got.row_blocks * got.splits, got.warps) == (row_blocks, blocks, warps)
+
+
 @pytest.mark.parametrize(("q_heads", "depth"), [(8, 2), (32, 1)])
 def test_schedule_of_codes_leaves_registers_for_the_sums(q_heads, depth):
     """512 tokens: two tiles in flight, but not beside the sums of 32 rows of 128 elements."""

@@ -38,8 +38,9 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
     pages = [tiles.page(w.const(j, "i32")) for j in range(attention.depth)]
     tokens, rows = NewTokens(w, plan, args, place), NewRows(w, plan, args, place)
     rows.read_pages(length, (position > -1) & (split < 1) & (row_block < 1))
-    buffers = tiles.start(pages)
-    tokens.stage()
+    buffers = [tiles.reader(j, pages[j]).both() for j in range(attention.depth)]
+    # A branch that is always taken: without it ptxas puts the arithmetic before the reads that it should run beside.
+    w.when(position > -2, [], tokens.stage)
     w.block_barrier()
     rows.write()
 
@@ -53,7 +54,7 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
     if attention.tokens > 1:  # after the loop: registers for one more tile are free there
         flat = jax.tree.leaves(state)
         new = functools.partial(softmax.update, state, first_key=length, last_keys=softmax.positions)
-        state = jax.tree.unflatten(structure, w.when(owns, flat, lambda: jax.tree.leaves(new(rows.tile()))))
+        state = jax.tree.unflatten(structure, w.when(owns, flat, lambda: jax.tree.leaves(new(rows.tile())[0])))
     softmax.store_partial(state)
     w.block_barrier()
     merge(w, attention, args.outputs, place, split)

@@ -50,7 +50,7 @@ def merge(w: Any, plan: Plan, outputs: Outputs, place: Place, split: Any) -> Non
         query, piece = task // pieces, task % pieces
         parts = []
         for warp in range(plan.warps):
-            part = w.const(plan.warps_start + warp * plan.warp_bytes, "i32")
+            part = w.const(plan.parts_start + warp * plan.part_bytes, "i32")
             statistics = w.shared_load(part + query * 8, 2, "f32")
             offset = query * plan.row_stride + piece * 16 + 8 * plan.block_rows
             parts.append((statistics, w.shared_load(part + offset, 4, "f32")))

@@ -47,7 +47,7 @@ def attend(w: Any, plan: Plan, args: Arguments, row: Any, kv_head: Any, row_bloc
     first_query = length - plan.tokens
     tiles = Tiles(w, plan, args.pools, args.page_table, row, kv_head, length, first_query, split)
     # Start the first tiles' reads, then bring the queries in while they fly.
-    buffers = tiles.start([tiles.page(w.const(j, "i32")) for j in range(plan.depth)])
+    buffers = [tiles.reader(j, tiles.page(w.const(j, "i32"))).both() for j in range(plan.depth)]
     stage_queries(w, plan, args.q, place)
     w.block_barrier()
     softmax = Softmax(w, plan, first_query, place.first_row)

@@ -36,8 +36,7 @@ class Plan:
 
     `kv` is what pages hold: bfloat16, or a format of `formats.py`. `splits` blocks of `warps` warps share one
     (sequence, KV head, block of query rows); each warp keeps `depth` tiles of 16 keys in flight. `most_halves` limits
-    the rows of a block, in units of 8, below what fits in registers. `staged` tiles are kept in shared memory until
-    they are used, not in registers, so that there can be more of them. `early` asks for the first tiles before the
+    the rows of a block, in units of 8, below what fits in registers. `early` asks for the first tiles before the
     kernel's turn has come.
     """
 
@@ -57,7 +56,6 @@ class Plan:
     warps: int = 8
     depth: int = 2
     most_halves: int | None = None
-    staged: bool = False
     early: bool = False
 
     @property
@@ -151,7 +149,7 @@ class Plan:
     # Merging: a task is four elements of one query row; each block of a cluster finishes `share` of them.
     @property
     def tasks(self) -> int:
-        return self.block_rows * self.head_dim // 4
+        return min(self.rows, self.block_rows) * self.head_dim // 4
 
     @property
     def share(self) -> int:
@@ -169,22 +167,12 @@ class Plan:
         return self.block_rows * (8 + self.row_stride)
 
     @property
-    def tile_bytes(self) -> int:
-        """Keys and values of a tile."""
-        return 2 * KEYS * self.row_bytes
-
-    @property
-    def warp_bytes(self) -> int:
-        """A warp's own: tiles that are under way, and when these are done its partial result."""
-        return max(self.part_bytes, self.depth * self.tile_bytes if self.staged else 0)
-
-    @property
-    def warps_start(self) -> int:
+    def parts_start(self) -> int:
         return 32 * self.head_dim * self.row_tiles
 
     @property
     def inbox_start(self) -> int:
-        return self.warps_start + self.warps * self.warp_bytes
+        return self.parts_start + self.warps * self.part_bytes
 
     @property
     def inbox_barrier(self) -> int:
@@ -231,9 +219,14 @@ def plan_for(
     tiles = min(room, (window or room) + KEYS) // KEYS
     # Two tiles and their sums do not fit in a thread's registers. With codes tiles have half the bytes.
     wide = head_dim * plan.halves > (256 if plan.quantised else 128) or head_dim > 128
-    if tokens == 1 and 64 < head_dim <= 128 and 8 * groups <= MULTIPROCESSORS and 16 < tiles <= 32:
-        # A tile for each warp of eight small blocks: 3.57 us at 512 tokens, where four large ones took 4.22.
-        return dataclasses.replace(plan, splits=8, warps=4, depth=2 if plan.quantised and not wide else 1)
+    if 64 < head_dim <= 128 and 16 < tiles <= 32:
+        if (tokens == 1 or plan.halves == 1) and 8 * groups <= MULTIPROCESSORS:
+            # A tile for each warp of eight small blocks: 3.57 us at 512 tokens, where four large ones took 4.22.
+            return dataclasses.replace(plan, splits=8, warps=4, depth=2 if plan.quantised and not wide else 1)
+        dealt = dataclasses.replace(plan, most_halves=1, splits=4, warps=8, depth=2 if plan.quantised else 1)
+        if tokens > 1 and plan.halves > 1 and 4 * batch * kv_heads * dealt.row_blocks <= MULTIPROCESSORS:
+            # Few rows for each block: 4.34 us for 5 tokens of 4 heads, where all 20 in one block took 5.70.
+            return dealt
     if plan.quantised:
         depth = 2
     while splits > 1 and splits * warps > tiles:  # no block without a tile for each of its warps

@@ -1,7 +1,6 @@
 """Which tiles of keys and values a warp works through, and how it reads them."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.paged_attention.plan import KEYS, Plan
@@ -73,15 +72,6 @@ class Tiles:
         slot = self.first_key(i) // self.plan.page_size
         return self.w.load_i32(self.page_table, self.page_table_row + slot, slot < self.plan.pages_per_row)
 
-    def start(self, pages: list[Any]) -> list[Any]:
-        """Starts the reads of the first `depth` tiles; returns their words, where these are kept in registers."""
-        places = range(self.plan.depth)
-        if not self.plan.staged:
-            return [self.read(j, pages[j]) for j in places]
-        for j in places:
-            self.copy(j, pages[j], self.w.const(j, "i32"))
-        return []
-
     def bring_near(self, count: int, num_pages: int) -> None:
         """Has the warp's first `count` tiles brought into the L2 cache, from pages and of a length that may be wrong:
         another kernel may still write both. Nothing else comes of it."""
@@ -97,57 +87,9 @@ class Tiles:
                 for pool in (self.pools.k_pages, self.pools.v_pages):
                     w.prefetch(pool, block * plan.row_bytes + w.wide(line), valid)
 
-    def read(self, i: Any, page: Any) -> tuple[Any, Any, Any, Any]:
-        """Starts the reads of tile i: words of keys [2 halves][chunk] and values [4 keys][chunk], and with scales
-        those of the keys and values [4 keys], in the order of the values.
-
-        Positions from `length` on read as zero.
-        """
-        w, pools = self.w, self.pools
-        block, own = self._block(i, page)
-        value = self.quad * 2  # this lane's values are this one and those after it in VALUE_STEPS
-
-        def scales(pool: Any) -> list[Any]:
-            if pool is None:
-                return []
-            offset = block + w.wide(value)
-            return [w.load_scale(pool, offset, own + value < -step, step) for step in VALUE_STEPS]
-
-        def words(pages: Any, offset: Any, size: int, valid: Any, constant: int) -> Any:
-            return w.load_bytes(pages, offset, size, valid, constant)
-
-        keys, values = self._each_chunk(block, own, words)
-        return keys, values, scales(pools.k_scales), scales(pools.v_scales)
-
-    def copy(self, i: Any, page: Any, place: Any) -> None:
-        """Starts copies of what `read` reads to the warp's `place` in shared memory: to each lane its own words."""
-        w, at = self.w, 0
-
-        def words(pages: Any, offset: Any, size: int, valid: Any, constant: int) -> None:
-            nonlocal at
-            w.copy_bytes(self._staged(place, at, size), pages, offset, size, valid, constant)
-            at += 32 * size
-
-        self._each_chunk(*self._block(i, page), words)
-        w.commit_copies()
-
-    def take(self, place: Any) -> tuple[Any, Any, Any, Any]:
-        """The words of the tile at `place`, in the form of `read`. Its copies must have come."""
-        w, plan, at = self.w, self.plan, 0
-
-        def words(size: int) -> Any:
-            nonlocal at
-            got = w.shared_load(self._staged(place, at, size), size // 4, "i32")
-            at += 32 * size
-            return got
-
-        keys = [[words(size) for _, size in plan.key_chunks] for _ in KEY_STEPS]
-        values = [[words(size) for _, size in plan.value_chunks] for _ in VALUE_STEPS]
-        return keys, values, [], []
-
-    def _staged(self, place: Any, at: int, size: int) -> Any:
-        w, plan = self.w, self.plan
-        return w.warp * plan.warp_bytes + place * plan.tile_bytes + w.lane * size + (plan.warps_start + at)
+    def reader(self, i: Any, page: Any) -> "Reader":
+        """Reads tile i, whose page has the id `page`."""
+        return Reader(self, *self._block(i, page))
 
     def _block(self, i: Any, page: Any) -> tuple[Any, Any]:
         """Tile i's first row in the pools, and its first key's place relative to the sequence's end."""
@@ -155,24 +97,55 @@ class Tiles:
         block = w.wide(page * plan.kv_heads + self.kv_head) * plan.page_size + w.wide(key % plan.page_size)
         return block, key - self.length
 
-    def _each_chunk(self, block: Any, own: Any, words: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
-        """words(pages, offset, size, valid, constant) of each chunk of this lane's keys and values."""
-        w, plan = self.w, self.plan
-        tile = block * plan.row_bytes
 
-        def of_row(pages: Any, first: Any, step: int, chunks: list[tuple[int, int]], lane: Any) -> list[Any]:
+class Reader:
+    """Starts the reads of a tile. Values from the sequence's end on read as zero."""
+
+    def __init__(self, tiles: Tiles, block: Any, own: Any):
+        """`block` is the tile's first row in the pools, `own` its first key's place relative to the sequence's end."""
+        self.tiles, self.block, self.own = tiles, block, own
+
+    def both(self) -> tuple[Any, Any]:
+        """Keys and values, zero from the sequence's end on."""
+        return self.keys(zero=True), self.values()
+
+    def keys(self, *, zero: bool) -> tuple[Any, Any]:
+        """Words of keys [2 halves][chunk], and their scales [4 keys] in the order of the values (none: []).
+
+        From the sequence's end on they are anything but where they are to be zero. Where nothing is in the registers
+        yet, ptxas makes branches of the former.
+        """
+        tiles, plan = self.tiles, self.tiles.plan
+        words = [
+            self._words(tiles.pools.k_pages, tiles.group, step, plan.key_chunks, tiles.quad, zero=zero)
+            for step in KEY_STEPS
+        ]
+        return words, self._scales(tiles.pools.k_scales)
+
+    def values(self) -> tuple[Any, Any]:
+        """Words of values [4 keys][chunk], and their scales."""
+        tiles, plan = self.tiles, self.tiles.plan
+        words = [
+            self._words(tiles.pools.v_pages, tiles.quad * 2, step, plan.value_chunks, tiles.group, zero=True)
+            for step in VALUE_STEPS
+        ]
+        return words, self._scales(tiles.pools.v_scales)
+
+    def _words(
+        self, pages: Any, first: Any, step: int, chunks: list[tuple[int, int]], lane: Any, *, zero: bool
+    ) -> list[Any]:
+        w, row_bytes = self.tiles.w, self.tiles.plan.row_bytes
+        valid = self.own + first < -step
+        got = []
+        for start, size in chunks:
             # Lanes are `size` bytes apart; chunks of one size share an address.
-            return [
-                words(
-                    pages,
-                    tile + w.wide(first * plan.row_bytes + lane * size),
-                    size,
-                    own + first < -step,
-                    step * plan.row_bytes + start,
-                )
-                for start, size in chunks
-            ]
+            offset = self.block * row_bytes + w.wide(first * row_bytes + lane * size)
+            got.append(w.load_bytes(pages, offset, size, valid, step * row_bytes + start, zero))
+        return got
 
-        k_pages, v_pages, value = self.pools.k_pages, self.pools.v_pages, self.quad * 2
-        keys = [of_row(k_pages, self.group, step, plan.key_chunks, self.quad) for step in KEY_STEPS]
-        return keys, [of_row(v_pages, value, step, plan.value_chunks, self.group) for step in VALUE_STEPS]
+    def _scales(self, pool: Any) -> list[Any]:
+        if pool is None:
+            return []
+        w, first = self.tiles.w, self.tiles.quad * 2
+        offset = self.block + w.wide(first)
+        return [w.load_scale(pool, offset, self.own + first < -step, step) for step in VALUE_STEPS]

@@ -45,6 +45,9 @@ class Warp(WordInstructions):
         """int32 -> int64, for offsets into arrays of more than 2**31 elements."""
         return Value(arith.extui(ir_type("i64"), value.ir))
 
+    def either(self, a: Value, b: Value) -> Value:
+        return Value(arith.ori(a.ir, b.ir))
+
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         return Value(arith.select(condition.ir, a.ir, b.ir))
 
@@ -77,6 +80,11 @@ class Warp(WordInstructions):
     def shuffle_xor(self, x: Value, mask: int) -> Value:
         return Value(mgpu_utils.shfl_bfly(x.ir, mask))
 
+    def anywhere(self, x: Value) -> Value:
+        """Whether a bool is true in any lane."""
+        ptx = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
+        return Value(llvm.inline_asm(ir_type("i32"), [x.ir], ptx, "=r,b", has_side_effects=True)) > 0
+
     def shuffle(self, x: Value, source_lane: Value) -> Value:
         """x of lane `source_lane`, which may differ from lane to lane."""
         i32 = ir_type("i32")
@@ -99,32 +107,15 @@ class Warp(WordInstructions):
         """`count` (1, 2, 4) words from bfloat16 elements `offset` on; zero where the predicate is false."""
         return self._load_global(self._address(ref, offset, 2), 4 * count, predicate, ".nc.L1::no_allocate", "b32")
 
-    def load_bytes(self, ref: ir.Value, offset: Value, size: int, predicate: Value, constant: int) -> Words:
-        """`size` (2, 4, 8, 16) bytes from `offset + constant` on as words; zero where the predicate is false.
+    def load_bytes(self, ref: ir.Value, offset: Value, size: int, predicate: Value, constant: int, zero: bool) -> Words:
+        """`size` (2, 4, 8, 16) bytes from `offset + constant` on as words; where the predicate is false, zero or (which
+        takes no instructions) anything.
 
         The constant costs no register: it is part of the instruction. Read-only and not kept in L1: each byte of the
         cache is used once.
         """
         address = self._address(ref, offset, 1)
-        return self._load_global(address, size, predicate, ".nc.L1::no_allocate", "b32", constant)
-
-    def copy_bytes(
-        self, shared: Value, ref: ir.Value, offset: Value, size: int, predicate: Value, constant: int
-    ) -> None:
-        """Starts to copy what `load_bytes` reads, 4, 8 or 16 bytes, to address `shared` of this block's scratch."""
-        cache = "cg" if size == 16 else "ca"
-        ptx = f"cp.async.{cache}.shared.global [$0], [$1 + {constant}], {size}, $2;"
-        count = self.select(predicate, self.const(size, "i32"), self.const(0, "i32"))
-        places = arith.addi(self._shared_base(), shared.ir), self._address(ref, offset, 1)
-        mgpu_utils.inline_ptx(ptx, *places, count.ir)
-
-    def commit_copies(self) -> None:
-        """Makes one group of the copies that this lane has started since the last."""
-        mgpu_utils.inline_ptx("cp.async.commit_group;")
-
-    def wait_copies(self, under_way: int) -> None:
-        """Waits until no more than the last `under_way` groups of this lane's copies are on their way."""
-        mgpu_utils.inline_ptx(f"cp.async.wait_group {under_way};")
+        return self._load_global(address, size, predicate, ".nc.L1::no_allocate", "b32", constant, zero)
 
     def load_scale(self, ref: ir.Value, offset: Value, predicate: Value, constant: int) -> Value:
         """float32 element `offset + constant`; zero where the predicate is false."""
@@ -146,14 +137,21 @@ class Warp(WordInstructions):
         return self._load_global(self._address(ref, offset, 4), 4 * count, predicate, ".nc", "f32")
 
     def _load_global(
-        self, address: ir.Value, size: int, predicate: Value, modifier: str, kind: str, constant: int = 0
+        self,
+        address: ir.Value,
+        size: int,
+        predicate: Value,
+        modifier: str,
+        kind: str,
+        constant: int = 0,
+        zero: bool = True,
     ) -> Words:
         """`size` bytes as 32-bit registers; two bytes are the lower half of one."""
         count = max(1, size // 4)
         outs = ", ".join(f"${i}" for i in range(count))
         vector, braces = (f".v{count}", f"{{{outs}}}") if count > 1 else ("", outs)
-        zero = "0f00000000" if kind == "f32" else "0"
-        clear = " ".join(f"mov.{kind} ${i}, {zero};" for i in range(count))
+        nothing = "0f00000000" if kind == "f32" else "0"
+        clear = " ".join(f"mov.{kind} ${i}, {nothing};" for i in range(count)) if zero else ""
         ptx = f"{clear} @${count + 1} ld.global{modifier}{vector}.{'u16' if size == 2 else kind} "
         ptx += f"{braces}, [${count} + {constant}];"
         # Early-clobber outputs: they are written before the address is read.
