@@ -100,7 +100,7 @@ def test_quality_is_kept_and_replaced(copy: pathlib.Path) -> None:
         assert reader.Store(copy).manifest.quality == report
 
 
-def test_quantising_into_a_store_keeps_plan_and_report(tmp_path: pathlib.Path) -> None:
+def test_quantising_into_a_store_keeps_plan_and_report(tmp_path: pathlib.Path, caplog) -> None:
     """By a calibrated method, layer by layer; what `load` gives is what `quantize` gives without a store."""
     ids = np.arange(24, dtype=np.int32).reshape(3, 8)
     windows = Windows(ids[:2], ids[2:], "ids")
@@ -111,7 +111,9 @@ def test_quantising_into_a_store_keeps_plan_and_report(tmp_path: pathlib.Path) -
     assert same(returned.params, expected.params)
     assert returned.quantization == load(out, progress=False).quantization == expected.quantization is not None
     assert returned.quantization is not None and returned.quantization.quality is not None
+    assert "quality is not measured" not in caplog.text
     again = quantize(load(LLAMA, dtype="bfloat16", progress=False), "int8", out=tmp_path / "loaded")
+    assert "loaded: quality is not measured; calibration=" in caplog.text
     assert same(load(tmp_path / "loaded", dtype="bfloat16", progress=False).params, again.params)
     with pytest.raises(FileExistsError):
         quantize(LLAMA, "int8", out=out)
