@@ -127,7 +127,7 @@ def _groups(
 ) -> list[list[Request]]:
     """Cuts requests into batches whose caches fit. Raises ValueError for a request that does not fit alone, and for a
     draft that does not fit the model."""
-    if not isinstance(max_batch_size, int) or max_batch_size < 1:
+    if type(max_batch_size) is not int or max_batch_size < 1:
         raise ValueError(f"max_batch_size={max_batch_size!r}; expected an integer of at least 1")
     budget = _free_bytes()
     if speculation is not None:

@@ -249,7 +249,7 @@ def per_prompt(params: object, num_prompts: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
-    if not isinstance(params, Iterable) or isinstance(params, str | Mapping):
+    if not isinstance(params, Iterable) or isinstance(params, str | Mapping) or getattr(params, "ndim", 1) == 0:
         raise ValueError(
             f"params is {reprlib.repr(params)}; expected a SamplingParams or a list with one for each prompt"
         )

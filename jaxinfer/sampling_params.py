@@ -181,10 +181,9 @@ def _number(name: str, value: object, low: float, high: float, low_open: bool = 
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
-    if not isinstance(strings, Iterable):
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else _listed(stop)
+    if strings is None:
         raise _error("stop", stop, "a string or a sequence of strings")
-    strings = tuple(strings)
     for string in strings:
         if not isinstance(string, str) or not string:
             raise _error("stop", stop, "non-empty strings only; an empty one would stop at the first token")
@@ -197,9 +196,17 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+    tokens = None if isinstance(ids, str | bytes) else _listed(ids)
+    if tokens is None:
         raise _error(name, ids, "a sequence of token ids")
-    return tuple(dict.fromkeys(_integer(f"a token id in {name}", token, 0) for token in ids))
+    return tuple(dict.fromkeys(_integer(f"a token id in {name}", token, 0) for token in tokens))
+
+
+def _listed(values: object) -> tuple[Any, ...] | None:
+    """What `values` holds; None if it holds nothing, as arrays of no dimension do not, though they can be iterated."""
+    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
+        return None
+    return tuple(values)
 
 
 def _pairs(bias: object) -> tuple[tuple[Any, Any], ...]:

@@ -86,10 +86,10 @@ def perplexity(
     check_loaded(model)
     context = model.config.max_position_embeddings
     window = min(context, LONGEST_WINDOW) if window is None else window
-    if not isinstance(window, int) or not 2 <= window <= context:
+    if type(window) is not int or not 2 <= window <= context:
         raise ValueError(f"window={window!r}; expected an integer from 2 to the context of {model.name}, {context}")
     stride = window // 2 if stride is None else stride
-    if not isinstance(stride, int) or not 1 <= stride < window:
+    if type(stride) is not int or not 1 <= stride < window:
         raise ValueError(
             f"stride={stride!r}; expected an integer from 1 to {window - 1}, so that windows of {window} overlap"
         )
@@ -199,7 +199,7 @@ def token_ids(model: Model, given: object, where: str, *, add_special_tokens: bo
             ids = model.tokenizer.encode(given, add_special_tokens=add_special_tokens)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-    elif hasattr(given, "__array__"):
+    elif hasattr(given, "__array__") and np.ndim(np.asarray(given)):
         ids = np.asarray(given).tolist()
     elif isinstance(given, list | tuple):
         ids = given

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import io
 import itertools
 import json
@@ -27,6 +28,7 @@ from checkpoints.safetensors import read_json
 from jaxinfer.batch import Limits, plan_prefill
 from jaxinfer.compilation import enable_persistent_cache
 from jaxinfer.config_hf import from_hugging_face
+from jaxinfer.engine.engine import Engine
 from jaxinfer.generation import _groups, generate, requests_for, stream
 from jaxinfer.model import Model, load
 from jaxinfer.params import least_bytes, num_parameters
@@ -34,7 +36,8 @@ from jaxinfer.request import encode_prompt, list_prompts, per_prompt
 from jaxinfer.sampling_logprobs import logprob_tables, token_logprobs
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_state import SamplerVariant
-from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
+from jaxinfer.scoring import perplexity, token_ids
+from jaxinfer.tokenization import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 from jaxinfer.tokenization.chat_template import render
 
 ABC = markov.model(markov.chain(0, 1, 2, 3))
@@ -51,6 +54,41 @@ def test_a_text_that_cannot_be_encoded_is_refused(text: str, message: str):
     """Command-line arguments and JSON can hold half a surrogate pair."""
     with pytest.raises(ValueError, match=message):
         generate(ABC, text, GREEDY)
+
+
+def test_wrong_types_of_texts_ids_and_messages_are_one_line():
+    """Lists where one text is meant, ids as text, a message that is not in a list, arrays that hold nothing."""
+    tokenizer = ABC.tokenizer
+    assert tokenizer is not None
+    encode, decode = inspect.unwrap(Tokenizer.encode), inspect.unwrap(Tokenizer.decode_bytes)
+    chat, hello = inspect.unwrap(Tokenizer.render_chat), {"role": "user", "content": "Hello"}
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    messages = inspect.unwrap(render)
+    scalar = jnp.asarray(1)
+    for call, message in (
+        (lambda: encode(tokenizer, ["A", "A"]), r"the text is \['A', 'A'\]; expected a string, one at a time"),
+        (lambda: decode(tokenizer, "AB"), "the token ids are 'AB'; expected a list of integers"),
+        (lambda: decode(tokenizer, [1.5]), r"the token ids are \[1.5\]; expected a list of integers"),
+        (lambda: decode(tokenizer, 5), "the token ids are 5; expected a list of integers"),
+        (lambda: messages(template, hello, add_generation_prompt=True), "messages is {'content.*; expected a list of"),
+        (lambda: messages(template, None, add_generation_prompt=True), "messages is None; expected a list of"),
+        (lambda: chat(tokenizer, [hello], chat_template=5), "chat_template=5; expected a template or the name of one"),
+        (
+            lambda: SamplingParams.from_dict({"stop": scalar}),
+            "stop is Array.*; expected a string or a sequence of strings",
+        ),
+        (
+            lambda: SamplingParams.from_dict({"stop_token_ids": scalar}),
+            "stop_token_ids is Array.*; expected a sequence of token ids",
+        ),
+        (lambda: per_prompt(scalar, 1), "params is Array.*; expected a SamplingParams or a list"),
+        (lambda: token_ids(ABC, np.float32(1.5), "the text"), "the text is np.float32.*; expected text or a list of"),
+        (lambda: inspect.unwrap(Engine.__init__)(object.__new__(Engine), ABC, {}), "config={}; expected a jaxinfer.En"),
+        (lambda: inspect.unwrap(perplexity)(ABC, [0, 1, 2], stride=True), "stride=True; expected an integer from 1"),
+        (lambda: inspect.unwrap(generate)(ABC, [0], GREEDY, max_batch_size=True), "max_batch_size=True; expected an"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_a_template_that_names_a_token_it_lacks_is_refused(tmp_path: pathlib.Path):

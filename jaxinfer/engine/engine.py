@@ -87,7 +87,7 @@ class Engine(EngineReaders):
         """
         with self._lock:
             self._live()
-            if request_id not in self._jobs:
+            if not isinstance(request_id, str) or request_id not in self._jobs:
                 raise UnknownRequest(f"no unfinished request has the id {request_id!r}; it may have ended already")
             self._end_job(self._jobs[request_id], "abort", None)
 

@@ -10,7 +10,8 @@ growing without end (`jaxinfer.tokenization.bounds`).
 import datetime
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,6 +21,8 @@ import jinja2.parser
 
 from jaxinfer.tokenization.bounds import MAX_TEMPLATE, Runaway, check_length, one_rendering, printed_length
 from jaxinfer.tokenization.sandbox import BoundedSandbox
+
+_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
 
 
 def render(
@@ -39,12 +42,12 @@ def render(
     compile, refuses the messages, leaves the sandbox, or takes more time or memory than any conversation needs.
     """
     named = "the chat template" if template_name is None else f"the chat template {template_name!r}"
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise ValueError(f"messages is {reprlib.repr(messages)}; expected a list of them, such as {_EXAMPLE}")
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
-            raise ValueError(
-                f"messages[{position}] is {message!r}; expected a dict with a role and a content, such as "
-                '{"role": "user", "content": "Hello"}'
-            )
+            expected = f"expected a dict with a role and a content, such as {_EXAMPLE[1:-1]}"
+            raise ValueError(f"messages[{position}] is {reprlib.repr(message)}; {expected}")
     context = {"tools": tools, "documents": None, **(special_tokens or {}), **variables}
     blocks: list[str] = []
     length = 0

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import operator
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
@@ -89,6 +91,8 @@ class Tokenizer:
         recognised. Raises ValueError for a text that is not Unicode (half a surrogate pair, which stands for bytes that
         were not UTF-8) and for one that the vocabulary has no tokens for.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"the text is {reprlib.repr(text)}; expected a string, one at a time")
         problem = not_unicode(text)
         if problem is not None:
             raise ValueError(f"the text {problem}")
@@ -117,7 +121,10 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> bytes:
         """Bytes of a sequence of token ids, joined."""
-        spelled = list(map(int, ids))
+        try:
+            spelled = list(map(operator.index, ids))
+        except TypeError as error:
+            raise ValueError(f"the token ids are {reprlib.repr(ids)}; expected a list of integers") from error
         if skip_special_tokens and not self.special_ids.isdisjoint(spelled):
             spelled = [token for token in spelled if token not in self.special_ids]
         known = self._bytes.joined(spelled)
@@ -145,6 +152,8 @@ class Tokenizer:
         exists) or "default". `kwargs` reach the template, such as enable_thinking=False. Raises ValueError if
         there is no template or it refuses the messages.
         """
+        if not isinstance(chat_template, str | None):
+            raise ValueError(f"chat_template={reprlib.repr(chat_template)}; expected a template or the name of one")
         name, template = self._choose_template(chat_template, tools is not None)
         return chat.render(
             template,
