@@ -61,8 +61,9 @@ def quantize(
 
     `plan` is a preset ("int4", "int4-awq", "int8", "fp8", "seed-mixed", ...), the path of a TOML file, or a `Plan`; see
     `jaxinfer.quantization.plan`. From a path no more than one layer is in full precision at a time, so that a model
-    larger than the device can be done; `dtype` and `progress` are those of `load`. A loaded model is not changed: the
-    new one shares what is not quantised with it, also weights that are packed already. Deterministic, on CPU or GPU.
+    larger than the device can be done; `dtype` and `progress` are those of `load`. Weights that a checkpoint has
+    quantised are decoded, with a warning. A loaded model is not changed: the new one shares what is not quantised with
+    it, also weights that are packed already. Deterministic, on CPU or GPU.
 
     The methods "awq" and "gptq" look at each layer's inputs on `calibration` text: files of your own domain, a
     `Calibration` of them, or token ids as `Windows`; by default a novel that is bundled (`Calibration.bundled`). With
@@ -135,11 +136,18 @@ def _into_store(
         options = {"calibration": calibration, "promote_above": promote_above, "dtype": dtype, "progress": progress}
         model = quantize(model_or_path, plan, **options)
         save(model, out, plan=plan)
+        _say_if_unmeasured(out, model.quantization)
         return model
-    write_quantized(
+    report = write_quantized(
         model_or_path, plan, out, calibration=calibration, promote_above=promote_above, dtype=dtype, progress=progress
     )
+    _say_if_unmeasured(out, report)
     return load(out, dtype=dtype, progress=progress)
+
+
+def _say_if_unmeasured(out: pathlib.Path, report: QuantizationReport | None) -> None:
+    if report is None or report.quality is None:
+        log.warning("%s: quality is not measured; calibration=[paths of texts] measures it", out)
 
 
 def write_quantized(
