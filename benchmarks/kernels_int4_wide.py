@@ -40,13 +40,14 @@ CASES = [
 
 EVEN: dict[str, Any] = {"even": True, "slices": 1, "cluster": 2, "blocks": 132, "warpgroups": 2, "tiles": 1}
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (80, "gate_up", [{}, {"tokens": 80, "cluster": 2, "turns": 1}, {"tokens": 80, "cluster": 2, "turns": 2}]),
-    (80, "qkv", [{}, EVEN | {"tokens": 80}, EVEN | {"tokens": 80, "turns": 1}]),
-    (128, "qkv", [{}, EVEN | {"tokens": 128}, EVEN | {"tokens": 128, "turns": 1}]),
+    (80, "gate_up", [{}, {"turns": 1}]),
     (64, "gate_up", [{"turns": 1}]),
-    (256, "qkv", [EVEN | {"tokens": 128}, EVEN | {"tokens": 256}]),
-    (256, "o", [{}, EVEN | {"tokens": 128}]),
+    (80, "down", [{}, {"turns": 1}]),
+    (128, "qkv", [{}, {"turns": 1}, {"warpgroups": 3, "slices": 4, "cluster": 2, "blocks": 132}]),
+    (128, "gate_up", [{}, {"turns": 2}]),
+    (256, "qkv", [EVEN | {"tokens": 128}]),
     (256, "gate_up", [EVEN | {"tokens": 128, "tiles": 2, "turns": 2}]),
+    (1024, "o", [{}]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
