@@ -3,6 +3,7 @@
 import collections
 import itertools
 import logging
+import reprlib
 import time
 import typing
 from collections.abc import Sequence
@@ -51,7 +52,9 @@ class EngineCore:
         fit the model.
         """
         check_loaded(model)
-        self.config = config or EngineConfig()
+        if not isinstance(config, EngineConfig | None):
+            raise ValueError(f"config={reprlib.repr(config)}; expected a jaxinfer.EngineConfig")
+        self.config = EngineConfig() if config is None else config
         speculation = None if draft is None else as_speculation(draft)
         check_tiers(self.config, model.kv_dtype, drafts=speculation is not None)
         if speculation is not None:
