@@ -3,6 +3,9 @@
 The host knows how many tokens each row has before a program starts, so it decides which pages are old enough to move,
 has them moved (`tiers.move_pages`), and takes the pages that this frees into the pool again. All pages of a tier are
 alike: a row takes any that is free, and keeps only the list.
+
+Rows that begin alike may share pages (`fork`): full pages are only read. When one row's page moves, the others keep the
+source; those that come to move it, too, share the target, as long as both are there.
 """
 
 import collections
@@ -111,6 +114,9 @@ class TierPages:
         self.pools = {name: PagePool(1 + size) for name, size in dataclasses.asdict(pools).items() if size}
         """Of the tiers that rows can reach."""
         self.rows = [Row() for _ in range(num_rows)]
+        self._moved_to: dict[tuple[str, int], tuple[str, int]] = {}
+        """Of pages (tier, page) that one row has moved down and others still have, where to."""
+        self._moved_from: dict[tuple[str, int], tuple[str, int]] = {}
 
     def settle(self) -> list[Moves]:
         """Decides for all rows which pages leave their tier; the moves are to be made, in this order, before the next
@@ -125,7 +131,7 @@ class TierPages:
         own = self.rows[row]
         first_recent, first_int8, first_window = self.rules.first_pages(own.num_tokens)
         while own.window and own.first_window < first_window:
-            self.pools["window"].release([own.window.popleft()])
+            self._give("window", [own.window.popleft()])
             own.first_window += 1
         if not self.rules.has_full_layers:
             return
@@ -141,10 +147,17 @@ class TierPages:
     def _move(self, row: Row, source: Tier, target: Tier, pairs: list[tuple[int, int]]) -> None:
         """Moves the oldest page of a row's tier."""
         page = getattr(row, source).popleft()
-        new = self._take(target)
+        tier, new = known = self._moved_to.get((source, page), ("", 0))
+        if tier == target:
+            self.pools[target].share([new])
+        else:
+            new = self._take(target)
+            pairs.append((page, new))
+            self._moved_from.pop(known, None)
+            if self.pools[source].references[page] > 1:
+                self._moved_to[source, page], self._moved_from[target, new] = (target, new), (source, page)
         getattr(row, target).append(new)
-        self.pools[source].release([page])
-        pairs.append((page, new))
+        self._give(source, [page])
 
     def _take(self, name: str) -> int:
         try:
@@ -154,6 +167,14 @@ class TierPages:
                 "a tier of the cache has no free page: rows have more tokens than it was made for"
             ) from None
         return page
+
+    def _give(self, name: str, pages: list[int]) -> None:
+        """Takes one owner from pages. What is known of pages that have none then is forgotten."""
+        self.pools[name].release(pages)
+        for page in pages if self._moved_to else ():
+            if not self.pools[name].references[page]:
+                self._moved_from.pop(self._moved_to.pop((name, page), ("", 0)), None)
+                self._moved_to.pop(self._moved_from.pop((name, page), ("", 0)), None)
 
     def append(self, row: int, count: int) -> None:
         """Gives a row places for `count` tokens that the next program appends."""
@@ -231,8 +252,8 @@ class TierPages:
     def release(self, row: int) -> None:
         """Gives all pages of a row back; it is empty then."""
         own, self.rows[row] = self.rows[row], Row()
-        for name, pool in self.pools.items():
-            pool.release(list(getattr(own, name)))
+        for name in self.pools:
+            self._give(name, list(getattr(own, name)))
 
     def tables(self, rows: Sequence[int], widths: TierPools) -> TierTables:
         """NumPy tables of these rows (-1: padding), as wide as asked for."""

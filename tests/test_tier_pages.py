@@ -176,3 +176,31 @@ def test_a_pool_that_is_too_small_says_so():
     pages = TierPages(rules(), TierPools(2, 0, 0, 0), 1)
     with pytest.raises(RuntimeError, match="a tier of the cache has no free page"):
         pages.append(0, 33)
+
+
+def test_rows_that_begin_alike_share_pages_in_all_tiers():
+    """Three rows of 5 pages and a half; when all are 8 tokens longer 5 pages have aged, and each moves once for all."""
+    pages = TierPages(rules(recent=16, int8=32), TierPools(12, 9, 9, 0), 3)
+    pages.append(0, 88)
+    for child in (1, 2):
+        (copy,) = pages.fork(0, child, 88).values()
+        assert copy[0] == pages.rows[0].recent[-1] and copy[1] == pages.rows[child].recent[-1]
+    assert pages.pools["recent"].num_owned == 5 + 3
+    assert not pages.has_room(pages.rows[0], 88, 88 + 16 * 6) and pages.has_room(pages.rows[0], 88, 96 + 16 * 4)
+    for row in range(3):
+        pages.append(row, 8)
+    # 96 - 48 tokens are 3 pages of int4, 96 - 16 are 5 that are not newest.
+    moved = {(call.source, call.target): (call.pages[:, 1] != SCRATCH_PAGE).sum() for call in pages.settle()}
+    assert moved == {("recent", "int4"): 3, ("recent", "int8"): 2}
+    assert [pages.pools[name].num_owned for name in ("recent", "int8", "int4")] == [3, 2, 3]
+    # One that goes on alone has a page of its own in int4, and the others share theirs.
+    pages.append(0, 16)
+    assert sum((call.pages[:, 1] != SCRATCH_PAGE).sum() for call in pages.settle()) == 2
+    assert [pages.pools[name].num_owned for name in ("recent", "int8", "int4")] == [3, 3, 4]
+    for row in (1, 2):
+        pages.append(row, 16)
+    assert {(call.source, call.target) for call in pages.settle()} == {("recent", "int8")}  # of int4 row 0 has made it
+    for row in range(3):
+        pages.release(row)
+    assert not any(pool.num_owned for pool in pages.pools.values())
+    assert not pages._moved_to and not pages._moved_from

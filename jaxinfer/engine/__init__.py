@@ -60,11 +60,11 @@ Tiers. A model loaded with `kv_dtype="tiered"` has its cache in tiers here as in
 sequence as they are, older pages in int8, the oldest in int4. Each tier has a pool of its own (`tier_pages`, or shared
 out of `memory_fraction`); a round begins with the moves of pages that have aged, and computes one piece of a prompt at
 most. Requests are admitted, and preempted, by the pages of each tier, and `metrics().tier_pages_owned` counts them.
-Completions of one request share the pages of its prompt until one of them moves down; each then has its own. There is
-no prefix cache: what an older page holds is what its sequence's length has made of it. Tokens are those of `generate`
-where prompts are cut into the same pieces and chunks have as many steps; a sequence that was preempted is computed in
-other pieces, and may go on differently by what rounding does. A draft, `host_pages`, `prefix_cache=True`, `num_pages`,
-`prefill_tile` and `score` are refused.
+Completions of one request share the pages of its prompt, wherever those are. There is no prefix cache: what an older
+page holds is what its sequence's length has made of it. Tokens are those of `generate` where prompts are cut into the
+same pieces and chunks have as many steps; a sequence that was preempted is computed in other pieces, and may go on
+differently by what rounding does. A draft, `host_pages`, `prefix_cache=True`, `num_pages`, `prefill_tile` and `score`
+are refused.
 
 Compilation. Programs exist in a few sizes (`prefill_lengths`, `prefill_rows`, `decode_rows`); fewer sizes compile
 sooner, more waste less padding. `sampling` holds examples of what will be asked for: a request that needs more (say,
