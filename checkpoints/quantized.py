@@ -144,7 +144,8 @@ class QuantizedFolder:
             name: "a bias of zeros that the model does not have"
             for name in names
             if name.endswith(".bias")
-            and name.removesuffix("bias") + "weight" in self._weights
+            and (weight := self._weights.get(name.removesuffix("bias") + "weight")) is not None
+            and self.tensors[name].shape == weight.info.shape[:1]  # of any other size it is none, and may be huge
             and not self._folder.read(name).any()
         }
 

@@ -362,6 +362,18 @@ def test_biases_of_zeros_that_old_gptq_files_have(tmp_path: pathlib.Path) -> Non
     load_params(case.rewrite(case.tensors | {bias: np.zeros(64, np.float16)}))
     with pytest.raises(CheckpointError, match=r"1 unexpected: model\.layers\.0\.mlp\.down_proj\.bias"):
         load_params(case.rewrite(case.tensors | {bias: np.ones(64, np.float16)}))
+    # Not one for each output: nothing is read, which of a sparse file of this size would never end.
+    folder = case.rewrite(case.tensors | {bias: np.zeros(0, np.float16)})
+    content = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), len(content) - 8 - length
+    header[bias] = {"dtype": "F16", "shape": [2**38], "data_offsets": [data, data + 2**39]}
+    encoded = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded + content[8 + length :])
+        file.truncate(8 + len(encoded) + data + 2**39)
+    with pytest.raises(CheckpointError, match=r"1 unexpected: model\.layers\.0\.mlp\.down_proj\.bias"):
+        load_params(folder)
 
 
 def test_modelopt_announces_itself_in_a_file_of_its_own(tmp_path: pathlib.Path) -> None:
