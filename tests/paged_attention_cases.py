@@ -273,19 +273,31 @@ def first_places(case: Case) -> np.ndarray:
     return np.array([length - case.tokens if length else -1 for length in case.lengths], np.int32)
 
 
-def simulate_decode(case: Case, arrays: Arrays, lse: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+def simulate_decode(
+    case: Case, arrays: Arrays, lse: np.ndarray | None = None, asked: list[int] | None = None
+) -> tuple[np.ndarray, ...]:
     """Runs `decode_mosaic.decode` in NumPy; returns output and the pools (and scales), which it wrote in copies.
 
-    Fills `lse`, float32 [batch * tokens * q_heads], if it is given.
+    Fills `lse`, float32 [batch * tokens * q_heads], if it is given. With `asked`, the layer after this one has pools,
+    and what is asked for there (bytes of the keys' pool) is appended.
     """
+    next_pools = _pools([pool.copy() for pool in arrays.pools]) if asked is not None else None
     plan, pools = case.decode_plan(), [pool.copy() for pool in arrays.pools]
     out = np.full((case.batch, case.tokens, case.q_heads * case.head_dim), np.nan, BF16)
-    args = decode_arguments(case, arrays, pools, Outputs(_bytes(out), lse, arrays.sinks))
-    _run_grid(plan.attention, plan.smem_bytes, lambda w, *indices: decode_mosaic.decode(w, plan, args, *indices))
+    args = decode_arguments(case, arrays, pools, Outputs(_bytes(out), lse, arrays.sinks), next_pools)
+
+    def program(w: SimulatedWarp, *indices: np.ndarray) -> None:
+        decode_mosaic.decode(w, plan, args, *indices)
+        if asked is not None and next_pools is not None:
+            asked.extend(int(x) for pool, places in w.prefetched if pool is next_pools.k_pages for x in places)
+
+    _run_grid(plan.attention, plan.smem_bytes, program)
     return out, *pools
 
 
-def decode_arguments(case: Case, arrays: Arrays, pools: list[np.ndarray], outputs: Outputs) -> decode_mosaic.Arguments:
+def decode_arguments(
+    case: Case, arrays: Arrays, pools: list[np.ndarray], outputs: Outputs, next_pools: Pools | None = None
+) -> decode_mosaic.Arguments:
     cos, sin = (None, None) if arrays.rope is None else [x.reshape(-1) for x in arrays.rope]
     q_norm, k_norm = arrays.norms or (None, None)
     return decode_mosaic.Arguments(
@@ -298,6 +310,7 @@ def decode_arguments(case: Case, arrays: Arrays, pools: list[np.ndarray], output
         q_norm=q_norm,
         k_norm=k_norm,
         outputs=outputs,
+        next_pools=next_pools,
     )
 
 

@@ -244,6 +244,25 @@ def test_early_reads_ask_for_lines_of_the_pools_whatever_is_in_the_table(head_di
         lines(anything, 1)
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[12]])
+def test_the_next_layers_pages_are_asked_for(case):
+    """The lines of each row's stored tokens, and no result is another."""
+    arrays, asked = make(case), []
+    for got, want in zip(
+        cases.simulate_decode(case, arrays, None, asked), cases.simulate_decode(case, arrays), strict=True
+    ):
+        np.testing.assert_array_equal(bits(got), bits(want))
+    (_, kv_heads, page_size, _), row = arrays.k_pages.shape, arrays.k_pages.nbytes // arrays.k_pages[..., 0].size
+    stored = {
+        ((arrays.page_table[i, place // page_size] * kv_heads + head) * page_size + place % page_size) * row
+        for i, length in enumerate(case.lengths)
+        for place in range(max(0, length - case.tokens))
+        for head in range(kv_heads)
+    }
+    assert {int(x) // 128 for x in stored} <= {x // 128 for x in asked}
+    assert len(asked) == len(set(asked)) * case.plan().row_blocks
+
+
 def test_equal_layers_share_one_kernel():
     """Two layers of pools, one kernel in the program: without the inner jit each would be compiled for itself."""
     case = CASES[0]
@@ -280,6 +299,10 @@ def test_equal_layers_share_one_kernel():
         ({"q_norm": jnp.ones(64)}, "q_norm and k_norm go together"),
         ({"q_norm": jnp.ones(32), "k_norm": jnp.ones(64)}, r"q_norm is float32\(32,\); it needs float32\[64\]"),
         ({"sinks": jnp.zeros(2)}, "one logit for each of 8 query heads"),
+        (
+            {"next_pages": (jnp.zeros((4, 2, 16, 32), jnp.bfloat16),) * 2},
+            r"next_pages are .*they need bfloat16\(4, 2, 16, 64\)",
+        ),
         ({"window": 0}, "window is 0; it needs at least 1"),
         ({"softcap": -1.0}, "softcap is -1.0; it needs a positive number"),
         ({"backend": "mosaic"}, "decode_attention cannot run on mosaic: this process has no GPU"),

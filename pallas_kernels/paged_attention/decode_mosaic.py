@@ -33,7 +33,7 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
     position = w.load_i32(args.positions, row, true)
     place = Place(row, kv_head, row_block * attention.block_rows)
     length = w.maximum(position, w.const(0, "i32"))
-    tiles = Tiles(w, attention, args.pools, args.page_table, row, kv_head, length, length, split)
+    tiles = Tiles(w, attention, args.pools, args.page_table, row, kv_head, length, length, split, args.next_pools)
     # In the order in which they are needed: page ids, the projections, then what depends on the page ids.
     pages = [tiles.page(w.const(j, "i32")) for j in range(attention.depth)]
     tokens, rows = NewTokens(w, plan, args, place), NewRows(w, plan, args, place)
@@ -83,19 +83,21 @@ def decode_attention(
     norms: tuple[jax.Array, jax.Array] | None,
     sinks: jax.Array | None,
     scales: tuple[jax.Array, jax.Array] | None = None,
+    next_pages: tuple[jax.Array, jax.Array] | None = None,
     *,
     plan: DecodePlan,
     return_lse: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Runs the kernel: output [B, T, Hq * D], pools and scales, updated in place where the caller gives them up.
 
-    With `return_lse` the float32 log-sum-exp [B, T, Hq] follows the output.
+    With `return_lse` the float32 log-sum-exp [B, T, Hq] follows the output. The rows' lines of `next_pages`, pools like
+    these of a layer that follows, are brought into the L2 cache.
     """
     attention = plan.attention
     rows = (attention.batch, attention.tokens)
     pools = [jax.new_ref(pool) for pool in (k_pages, v_pages, *(scales or ()))]
     operands = [qkv, page_table, positions, *pools]
-    operands += [*(rope or ()), *(norms or ()), *(() if sinks is None else (sinks,))]
+    operands += [*(rope or ()), *(norms or ()), *(() if sinks is None else (sinks,)), *(next_pages or ())]
     out_type = [jax.ShapeDtypeStruct((*rows, attention.q_heads * attention.head_dim), qkv.dtype)]
     if return_lse:
         out_type.append(jax.ShapeDtypeStruct((*rows, attention.q_heads), jnp.float32))
@@ -106,7 +108,8 @@ def decode_attention(
         q_norm, k_norm = (next(rest), next(rest)) if norms else (None, None)
         outputs = Outputs(outs[0], outs[1] if return_lse else None, next(rest) if sinks is not None else None)
         stored = Pools(*inputs[3 : 3 + len(pools)])
-        return Arguments(inputs[0], stored, inputs[1], inputs[2], cos, sin, q_norm, k_norm, outputs)
+        next_pools = Pools(next(rest), next(rest)) if next_pages else None
+        return Arguments(inputs[0], stored, inputs[1], inputs[2], cos, sin, q_norm, k_norm, outputs, next_pools)
 
     def program(w: Warp, inputs: list[Any], outs: list[Any], *indices: Any) -> None:
         decode(w, plan, arguments(inputs, outs), *indices)

@@ -43,8 +43,10 @@ class Tiles:
         length: Any,
         first_query: Any,
         split: Any,
+        next_pools: Pools | None = None,
     ):
-        self.w, self.plan = w, plan
+        """`next_pools` are another layer's; what is read here is brought into the L2 cache there."""
+        self.w, self.plan, self.next_pools = w, plan, next_pools
         self.pools, self.page_table = pools, page_table
         self.kv_head, self.length = kv_head, length
         self.page_table_row = row * plan.pages_per_row
@@ -80,12 +82,16 @@ class Tiles:
         slots = [self.first_key(i) // plan.page_size for i in places]
         pages = [w.peek_i32(self.page_table, self.page_table_row + x, x < plan.pages_per_row) for x in slots]
         for i, page in zip(places, pages, strict=True):
-            block, own = self._block(i, w.maximum(w.const(0, "i32"), clamp(w, page, num_pages)))
-            for start in range(0, KEYS * plan.row_bytes, 32 * LINE):
-                line = w.lane * LINE + start
-                valid = (own < 0) & (line < KEYS * plan.row_bytes)
-                for pool in (self.pools.k_pages, self.pools.v_pages):
-                    w.prefetch(pool, block * plan.row_bytes + w.wide(line), valid)
+            self.bring(self.pools, *self._block(i, w.maximum(w.const(0, "i32"), clamp(w, page, num_pages))))
+
+    def bring(self, pools: Pools, block: Any, own: Any) -> None:
+        """Has a tile brought into the L2 cache, given as to `Reader`."""
+        w, tile_bytes = self.w, KEYS * self.plan.row_bytes
+        for start in range(0, tile_bytes, 32 * LINE):
+            line = w.lane * LINE + start
+            valid = (own < 0) & (line < tile_bytes)
+            for pool in (pools.k_pages, pools.v_pages):
+                w.prefetch(pool, block * self.plan.row_bytes + w.wide(line), valid)
 
     def reader(self, i: Any, page: Any) -> "Reader":
         """Reads tile i, whose page has the id `page`."""
@@ -116,6 +122,8 @@ class Reader:
         yet, ptxas makes branches of the former.
         """
         tiles, plan = self.tiles, self.tiles.plan
+        if tiles.next_pools is not None:
+            tiles.bring(tiles.next_pools, self.block, self.own)
         words = [
             self._words(tiles.pools.k_pages, tiles.group, step, plan.key_chunks, tiles.quad, zero=zero)
             for step in KEY_STEPS
