@@ -250,7 +250,9 @@ def test_a_plan_that_splits_a_fused_weight(folder: pathlib.Path) -> None:
 
 def test_what_cannot_be_quantised(folder: pathlib.Path) -> None:
     model = quantize(load_dense(folder), "int4")
-    with pytest.raises(ValueError, match=r"layers\.0\.qkv is packed already; quantise the original model"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.qkv is packed already; quantise the original model, or load it with packed=False"
+    ):
         quantize(model, "int4")
     typo = uniform("typo", Precision())
     typo = Plan((Rule(("*.q_porj",), Precision()), *typo.rules), "typo")

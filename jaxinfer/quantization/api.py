@@ -111,7 +111,7 @@ def _packed(weight: Weight, spec: ParamSpec, plan: Plan, name: str) -> DeviceWei
     if not any(plan.precision(source.removesuffix(".weight")) for source in spec.sources):
         return None
     if not isinstance(weight, jax.Array):
-        raise ValueError(f"{name} is packed already; quantise the original model")
+        raise ValueError(f"{name} is packed already; quantise the original model, or load it with packed=False")
     starts = dict(zip(spec.sources, itertools.accumulate(spec.rows, initial=0), strict=False))
 
     def read_into(name: str, out: np.ndarray) -> None:
@@ -235,6 +235,8 @@ def dense_pieces(model: Model) -> list[Piece]:
         fields = {field: getattr(owner, field) for field in specs}
         for field, value in fields.items():
             if not isinstance(value, jax.Array):
-                raise ValueError(f"{name}.{field} is packed already; quantise the original model")
+                raise ValueError(
+                    f"{name}.{field} is packed already; quantise the original model, or load it with packed=False"
+                )
         pieces.append((name, fields))
     return pieces
