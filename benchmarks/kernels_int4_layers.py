@@ -24,7 +24,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.harness import RESULTS, Recorder
 from benchmarks.kernels_int4 import BF16, DOWN, GATE_UP, NORM, NORM_GATE, OUT, QKV, Case, random_weight
-from pallas_kernels.int4_matmul import int4_gated_mlp, int4_matmul_fused, mosaic, tuning
+from pallas_kernels.int4_matmul import mosaic, tuning
 from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Schedule
 from pallas_kernels.paged_attention import decode_attention
 
@@ -33,13 +33,10 @@ HEAD_DIM, PAGE, PAGES, POSITION = 128, 16, 32, 256
 RESIDUAL = Fusion(residual=True)
 
 
-def all_at_once(
-    shape: tuple[int, int], fusion: Fusion, *, parts: int, early: bool, each: int = 1, depth: int = 0
-) -> Schedule:
-    """Blocks of `each` strips of results, warps of `parts` x 128 inputs; `depth`: more shared memory than is used."""
+def at_once(shape: tuple[int, int], fusion: Fusion, *, parts: int, digits: bool, each: int = 1) -> Schedule:
+    """Blocks of `each` strips of results, all of it fetched at once; warps of `parts` x 128 inputs."""
     (inputs, outputs), strips = shape, (2 if fusion.gated else 1) * each
-    blocks = outputs // 16 // strips
-    return Schedule(inputs // PART // parts, parts, strips, max(strips, depth), blocks, once=True, early=early)
+    return Schedule(inputs // PART // parts, parts, strips, strips, outputs // 16 // strips, digits, once=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,15 +73,16 @@ WIDER = {"o", "down"}
 """Products with 256 inputs a warp, so that the sum over warps is short."""
 
 
-def small(*, narrow: int = 1, qkv: int = 1, **options: Any) -> dict[str, Schedule]:
-    """`narrow`: parts of the products that are not wider; `qkv`: strips of a block of qkv."""
+def small(*, narrow: int = 1, wider: int = 2, qkv: int = 1, digits: bool = True) -> dict[str, Schedule]:
+    """`narrow`, `wider`: parts of the products with few inputs and with more; `qkv`: strips of a block of qkv."""
     schedules = {}
     for name, product in DRAFT.items():
-        each = qkv if name == "qkv" else 1
-        schedules[name] = all_at_once(*product, parts=2 if name in WIDER else narrow, each=each, **options)
+        each, parts = qkv if name == "qkv" else 1, wider if name in WIDER else narrow
+        schedules[name] = at_once(*product, parts=parts, each=each, digits=digits)
     return schedules
 
 
+RING = "a ring"
 SMALL = Model(
     layers=16,
     heads=16,
@@ -92,25 +90,32 @@ SMALL = Model(
     products=DRAFT,
     ways={
         NOW: {},
-        "a strip a block": small(early=False),
-        "same, early": small(early=True),
-        "same, early, 256 inputs a warp": small(early=True, narrow=2),
-        "same, early, qkv two strips": small(early=True, qkv=2),
-        "same, early, more shared memory": small(early=True, depth=6),
+        RING: {
+            "qkv": Schedule(8, 1, blocks=264, digits=True),
+            "o": Schedule(16, 1, digits=True),
+            "gate_up": Schedule(8, 1, blocks=264, digits=True),
+            "down": Schedule(16, 2, digits=True),
+        },
+        "128 + code": small(digits=False),
+        "qkv two strips": small(qkv=2),
+        "qkv two strips, 128 + code": small(qkv=2, digits=False),
+        "256 inputs a warp": small(narrow=2),
+        "128 inputs a warp": small(wider=1),
     },
     predicted={
-        (1, NOW): 18.4,
-        (1, "a strip a block"): 16.0,
-        (1, "same, early"): 13.0,
-        (1, "same, early, 256 inputs a warp"): 13.3,
-        (1, "same, early, qkv two strips"): 12.9,
-        (1, "same, early, more shared memory"): 13.0,
-        (2, NOW): 19.8,
-        (2, "same, early"): 13.5,
-        (16, NOW): 31.0,
-        (16, "a strip a block"): 21.0,
-        (16, "same, early"): 18.5,
-        (16, "same, early, qkv two strips"): 18.3,
+        (1, RING): 19.9,
+        (1, NOW): 17.2,
+        (1, "128 + code"): 17.6,
+        (1, "qkv two strips"): 17.1,
+        (1, "256 inputs a warp"): 17.5,
+        (1, "128 inputs a warp"): 17.4,
+        (2, RING): 21.6,
+        (2, NOW): 18.4,
+        (2, "128 + code"): 18.6,
+        (8, RING): 25.0,
+        (8, NOW): 21.5,
+        (16, NOW): 27.3,
+        (16, "qkv two strips, 128 + code"): 27.0,
     },
 )
 MODELS = {"8b": LARGE, "0.6b": SMALL}
@@ -136,16 +141,9 @@ def program(model: Model, schedules: dict[str, Schedule], rows: int) -> Any:
         given = {} if fusion.norm_eps is None else {"norm": layer[f"{name} norm"]}
         if fusion.residual:
             given["residual"] = residual
-        if name not in schedules and rows > tuning.FUSED_MAX_ROWS:
-            return int4_matmul_fused(x, weight, **given, gated=fusion.gated)
         schedule = schedules.get(name) or tuning.plan_for(rows, weight, fusion=fusion).schedule
         out = mosaic.int4_matmul(x, weight, **given, schedule=schedule, out_dtype=BF16, fusion=fusion)
         return out if name in ("qkv", "gate_up") or fusion.residual else residual + out
-
-    def block(x: jax.Array, layer: dict[str, Any]) -> jax.Array:
-        if not schedules and rows > tuning.FUSED_MAX_ROWS:
-            return x + int4_gated_mlp(x, layer["gate_up"], layer["down"], norm=layer["gate_up norm"])
-        return product("down", product("gate_up", x, layer, x), layer, x)
 
     def step(carry: Any, layers: list[dict[str, Any]]) -> tuple[Any, jax.Array]:
         x, pools = carry
@@ -159,7 +157,8 @@ def program(model: Model, schedules: dict[str, Schedule], rows: int) -> Any:
             options = {"num_q_heads": model.heads, "scale": HEAD_DIM**-0.5}
             heads, *pool = decode_attention(qkv[:, None], keys, values, table, positions, *rope, **options)
             after.append(tuple(pool))
-            x = block(product("o", heads[:, 0], layer, x), layer)
+            x = product("o", heads[:, 0], layer, x)
+            x = product("down", product("gate_up", x, layer, x), layer, x)
         # Every step begins with the same x, and waits for the one before.
         return (jnp.where(jnp.isnan(x), x, start), after), x
 

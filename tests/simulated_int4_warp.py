@@ -1,6 +1,5 @@
 """The NumPy twin of `pallas_kernels.int4_matmul.warp.Int4Warp`, and the whole kernel run on it."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,6 +78,9 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
     def copy_wait(self, pending: int) -> None:
         while len(self.groups) > pending:
             self._place(self.groups.pop(0))
+
+    def one(self) -> np.ndarray:
+        return self.integer(1)
 
     def warp_barrier(self) -> None:
         pass  # the 32 lanes of a simulated warp are always together
@@ -268,9 +270,6 @@ def _run_block(plan: Plan, arguments: Any, slice_: int, block: int) -> None:
 
     def program(warp: SimulatedWarp, _: int) -> None:
         w = SimulatedWideWarp(warp, barriers)
-        if plan.schedule.early:  # the kernel before may not have written these yet
-            without = dataclasses.replace(arguments, x=None, residual=None)
-            once.fetch(w, plan, without, w.integer(slice_), w.integer(block))
         program = once.multiply if plan.schedule.once else mosaic.multiply
         program(w, plan, arguments, w.integer(slice_), w.integer(block))
 

@@ -75,18 +75,20 @@ def test_other_schedules_on_simulated_warps(rows, in_features, group_size, sched
 
 
 @pytest.mark.parametrize(
-    ("rows", "in_features", "group_size", "warps", "early"),
-    [(1, 1024, 128, 8, True), (2, 1024, 64, 4, True), (5, 512, 512, 4, False), (13, 512, 32, 4, True)],
+    ("rows", "in_features", "group_size", "warps", "digits"),
+    [
+        (1, 1024, 128, 8, True),
+        (1, 1024, 16, 4, True),
+        (2, 1024, 64, 4, True),
+        (5, 512, 512, 4, True),
+        (13, 512, 32, 4, False),
+    ],
 )
-def test_a_block_for_each_strip_on_simulated_warps(rows, in_features, group_size, warps, early) -> None:
-    """Before its turn the kernel is given neither x nor the residual.
-
-    Codes are 128 + code here: sums that cancel are right to a few millionths.
-    """
+def test_all_of_a_block_at_once_on_simulated_warps(rows, in_features, group_size, warps, digits) -> None:
     for fusion in (Fusion(norm_eps=EPS, gated=True), Fusion(residual=True)):
-        unit = 2 if fusion.gated else 1
-        schedule = Schedule(warps, in_features // warps // 128, unit, unit, 6 // unit, once=True, early=early)
-        check_simulated(rows, in_features, group_size, schedule, fusion, out_features=96, bound=4e-6)
+        strips = 2 if rows < 5 else 4  # of 8: four gates and as many others, or eight
+        schedule = Schedule(warps, in_features // warps // 128, strips, strips, 8 // strips, digits, once=True)
+        check_simulated(rows, in_features, group_size, schedule, fusion, out_features=128)
 
 
 def check_simulated(
@@ -96,7 +98,6 @@ def check_simulated(
     schedule: Schedule,
     fusion: Fusion,
     out_features: int = 224,
-    bound: float = 2e-6,
 ) -> None:
     weight, values = small(out_features, in_features, group_size)
     x = tokens(rows, in_features)
@@ -110,7 +111,7 @@ def check_simulated(
         residual=residual if fusion.residual else None,
     )[0]
     want = expected(x, values, fusion, norm, residual)
-    assert np.linalg.norm(got - want) / np.linalg.norm(want) < bound
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-6
 
 
 @pytest.mark.parametrize("fusion", FUSIONS, ids=str)
@@ -204,11 +205,32 @@ def test_layers_give_the_same_with_and_without_a_fused_product(monkeypatch: pyte
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize(
+    ("rows", "shape", "fusion"),
+    [(1, (4096, 1024), FUSIONS[0]), (16, (6144, 1024), FUSIONS[1]), (2, (1024, 3072), FUSIONS[3])],
+)
+def test_small_weights_take_blocks_that_fetch_all_at_once(rows: int, shape: tuple[int, int], fusion: Fusion) -> None:
+    """A 0.6B model's up to 16 rows; a large one's never."""
+    none = np.zeros(0, np.float32)
+    weight = PackedInt4(none, none, none, None, shape, 128, "mosaic")
+    assert tuning.plan_for(rows, weight, fusion=fusion).schedule.once
+    assert not tuning.plan_for(rows, dataclasses.replace(weight, shape=(6144, 4096)), fusion=fusion).schedule.once
+    assert not tuning.plan_for(17, weight, fusion=fusion).schedule.once
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fusion", FUSIONS, ids=str)
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features"),
-    [(1, 4096, 4096), (1, 1024, 3072), (2, 1024, 512), (5, 1024, 1024), (8, 4096, 4096)],
+    [
+        (1, 4096, 4096),
+        (1, 1024, 3072),
+        (2, 1024, 512),
+        (5, 1024, 1024),
+        (8, 4096, 4096),
+        (12, 2048, 1024),
+        (16, 1024, 3072),
+    ],
 )
 def test_fused_kernel_on_the_gpu(rows: int, out_features: int, in_features: int, fusion: Fusion) -> None:
     """As many outputs as leave no multiprocessor idle: with fewer, the plan cuts 4096 inputs into slices."""

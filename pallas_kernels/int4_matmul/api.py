@@ -123,13 +123,13 @@ def int4_matmul_fused(
     if fused_refusal(x, w, norm_eps=fusion.norm_eps, gated=gated, residual=fusion.residual, backend=backend) is None:
         flat = None if residual is None else residual.reshape(rows, -1).astype(x.dtype)  # as the kernel reads it
         arrays = dispatch.in_memory((x.reshape(rows, in_features), norm, flat))
-        if rows > tuning.FUSED_MAX_ROWS:
+        plan = _fused_plan(rows, w, fusion)
+        if plan is None:
             schedule = wide_tuning.wide_schedule(rows, w, jax.devices()[0].device_kind)
             options = {"schedule": schedule, "out_dtype": x.dtype, "norm_eps": norm_eps}
             out = wide.int4_matmul(*arrays[:1], w, *arrays[1:2], **options)
         else:
-            schedule = _fused_plan(rows, w, fusion).schedule
-            options = {"schedule": schedule, "out_dtype": x.dtype, "fusion": fusion}
+            options = {"schedule": plan.schedule, "out_dtype": x.dtype, "fusion": fusion}
             out = mosaic.int4_matmul(arrays[0], w, *arrays[1:], **options)
         return out.reshape(*x.shape[:-1], out.shape[-1])
     x32 = x.astype(jnp.float32)
@@ -160,12 +160,12 @@ def fused_refusal(
     for choice in choices:
         if choice.taken and choice.backend != "mosaic":
             return f"the {choice.backend} backend has no fused product"
-    if rows > tuning.FUSED_MAX_ROWS:
+    plan = _fused_plan(rows, w, Fusion(norm_eps, gated, residual))
+    if plan is None:
         return _wide_refusal(rows, w, Fusion(norm_eps, gated, residual))
     if gated and w.shape[0] % (2 * STRIP):
         return f"gate and other half need a multiple of {STRIP} outputs each, not {w.shape[0]} together"
-    slices = _fused_plan(rows, w, Fusion(norm_eps, gated, residual)).slices
-    return f"{w.shape[1]} inputs are more than a block has" if slices > 1 else None
+    return f"{w.shape[1]} inputs are more than a block has" if plan.slices > 1 else None
 
 
 def _wide_refusal(rows: int, w: Packed, fusion: Fusion) -> str | None:
@@ -179,8 +179,12 @@ def _wide_refusal(rows: int, w: Packed, fusion: Fusion) -> str | None:
     return f"a norm is for up to {most} inputs, not {w.shape[1]}" if w.shape[1] > most else None
 
 
-def _fused_plan(rows: int, w: Packed, fusion: Fusion) -> Plan:
-    return tuning.plan_for(rows, w, jax.devices()[0].device_kind, fusion)
+def _fused_plan(rows: int, w: Packed, fusion: Fusion) -> Plan | None:
+    """Of the kernel for few rows, where it takes in the surroundings of so many."""
+    device_kind = jax.devices()[0].device_kind
+    if rows > tuning.FUSED_MAX_ROWS:
+        return tuning.once_for(rows, w, device_kind, fusion)
+    return tuning.plan_for(rows, w, device_kind, fusion)
 
 
 @overload

@@ -6,9 +6,10 @@ import jax
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import dispatch
-from pallas_kernels.int4_matmul import wide, wide_tuning
+from pallas_kernels.int4_matmul import tuning, wide, wide_tuning
 from pallas_kernels.int4_matmul.api import Backend, int4_matmul, int4_matmul_fused, refusals_of
 from pallas_kernels.int4_matmul.packing_int8 import Packed
+from pallas_kernels.int4_matmul.plan import Fusion
 from pallas_kernels.int4_matmul.wide_norm import MOST_INPUTS
 from pallas_kernels.int4_matmul.wide_plan import STAGE
 
@@ -85,6 +86,8 @@ def gated_shapes_refusal(rows: int, gate_up: Packed, down: Packed) -> str | None
         return f"it takes up to {MOST_INPUTS} inputs, not {inputs}"
     if rows < wide_tuning.GATED_ROWS:
         return f"it is for {wide_tuning.GATED_ROWS} rows and more"
+    if tuning.once_for(rows, gate_up, fusion=Fusion(gated=True)) and tuning.once_for(rows, down):
+        return f"a kernel for each product is faster for {rows} rows of weights this small"
     if rows * max(inputs, results) >= MOST_NUMBERS:
         return f"it is for less than {MOST_NUMBERS} numbers between the products"
     return None

@@ -156,9 +156,9 @@ def partial_sums(
     operands = [*arrays_of(weight), *arrays, x]
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    def emit(program: Callable[[Any, Plan, Arguments, Any, Any], None], *refs: Any) -> None:
+    def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
-        def emitted(ctx: Any, *values: Any) -> None:
+        def emit(ctx: Any, *values: Any) -> None:
             del ctx
             *given, x_ref, out, shared, slice_, block = values
             rest = given[len(given) - len(arrays) :]
@@ -174,13 +174,8 @@ def partial_sums(
             w = WideWarp(shared)
             program(w, plan, arguments, w.scalar(slice_), w.scalar(block))
 
-        emitted(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
-
-    def kernel(*refs: Any) -> None:
-        if schedule.early:
-            emit(once.fetch, *refs)
         take_turn()
-        emit(program, *refs)
+        emit(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
 
     threads = {"num_threads": schedule.warps // 4, "thread_name": "warpgroup"} if schedule.warps > 4 else {}
     return plgpu.kernel(

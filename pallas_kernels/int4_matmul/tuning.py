@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Plan, Schedule
 
@@ -38,11 +39,31 @@ FUSED_MAX_ROWS = 8
 """Beyond, x is too much of what a block does: a norm in the kernel costs more there than the kernels it saves."""
 
 
+ONCE_MAX_ROWS, ONCE_WARPS = 16, 12
+"""Up to so many rows and with so many warps a matrix may have a block for each strip of results, see once.py."""
+
+
 def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan:
     """The plan for `rows` (1 to 64) rows times a weight of the mosaic layout."""
+    small = once_for(rows, weight, device_kind, fusion)
+    if small is not None:
+        return small
     digits = rows <= DIGITS_MAX_ROWS and (weight.kind != "code_book" or weight.whole)
     plan = Plan.of(rows, weight, Schedule(digits=digits), fusion)
     return _best(plan, _may_be_scaled(plan, weight), MULTIPROCESSORS.get(device_kind, 132))
+
+
+def once_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan | None:
+    """The plan with a block for each strip of results, for matrices so small that all are on the card at once."""
+    if rows > ONCE_MAX_ROWS or weight.bits != 4 or weight.kind == "code_book":
+        return None
+    unit, parts = 2 if fusion.gated else 1, 1 if weight.shape[1] <= 8 * PART else 2
+    warps, strips = weight.shape[1] // (parts * PART), -(-weight.shape[0] // (unit * STRIP))
+    if not 4 <= warps <= ONCE_WARPS or warps % 4 or strips > 2 * MULTIPROCESSORS.get(device_kind, 132):
+        return None
+    schedule = Schedule(warps, parts, unit, unit, strips, digits=rows <= DIGITS_MAX_ROWS, once=True)
+    plan = Plan.of(rows, weight, schedule, fusion)
+    return plan if plan.whole else None
 
 
 def _may_be_scaled(plan: Plan, weight: Packed) -> bool:
