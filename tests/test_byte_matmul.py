@@ -1,15 +1,20 @@
 """The product with weights of a byte a code: the Hopper kernel on a simulated warp and the card, dispatch, NaN."""
 
 import functools
+import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import quantized_checkpoints
 from jax.sharding import AbstractDevice, AbstractMesh
 from simulated_int4_warp import in_float64, relative_error, simulate
 
+from jaxinfer.generation import logits
+from jaxinfer.model import load
 from pallas_kernels import dispatch
 from pallas_kernels.byte_matmul import api, byte_matmul, reference
 from pallas_kernels.int4_matmul import mosaic
@@ -187,3 +192,29 @@ def test_kernel_on_the_gpu(rows: int, shape: tuple[int, int], dtype: type, block
     for token in range(rows):
         assert relative_error(outs[0][token], expected[token]) < 1e-5
     assert all(np.array_equal(outs[0], out) for out in outs)
+
+
+@pytest.mark.gpu
+def test_a_model_with_fp8_in_blocks_on_the_gpu(tmp_path: pathlib.Path) -> None:
+    """Through the layers, with the kernel from 2 rows on, beside the model decoded to bfloat16."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 64, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    rows = {"self_attn.q": (256, 256), "self_attn.k": (128, 256), "self_attn.v": (128, 256), "self_attn.o": (256, 256)}
+    rows |= {"mlp.gate": (512, 256), "mlp.up": (512, 256), "mlp.down": (256, 512)}
+    rng = np.random.default_rng(0)
+    embedding = rng.standard_normal((quantized_checkpoints.VOCAB, 256)).astype(np.float32)
+    tensors: quantized_checkpoints.Tensors = {"model.embed_tokens.weight": embedding}
+    norms = ["norm", *(f"layers.{i}.{n}" for i in range(2) for n in ("input_layernorm", "post_attention_layernorm"))]
+    tensors |= {f"model.{norm}.weight": np.ones(256, np.float32) for norm in norms}
+    for layer, (name, (out, inputs)) in itertools.product(range(2), rows.items()):
+        part = f"model.layers.{layer}.{name}_proj.weight"
+        tensors[part] = rng.normal(0, 60, (out, inputs)).clip(-440, 440).astype(E4M3)
+        tensors[f"{part}_scale_inv"] = rng.uniform(5e-4, 1.5e-3, (out // 128, inputs // 128)).astype(np.float32)
+    config = quantized_checkpoints.CONFIG | sizes | {"quantization_config": {"quant_method": "fp8"}}
+    quantized_checkpoints.write(tmp_path, tensors, config)
+    prompts = np.arange(10, dtype=np.int32).reshape(2, 5)
+    found, expected = (
+        np.asarray(logits(load(tmp_path, packed=packed, progress=False), prompts), np.float64)
+        for packed in (True, False)
+    )
+    assert relative_error(found, expected) < 0.03
