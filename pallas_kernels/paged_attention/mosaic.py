@@ -136,16 +136,16 @@ def launch(
 
     def kernel(*refs: Any) -> None:
         def emit(program: Callable[..., None]) -> None:
-            @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar, scalar, scalar))
+            @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar, scalar))
             def inline(ctx: Any, *values: Any) -> None:
                 del ctx
                 *arrays, smem = values[: len(refs)]
                 w = Warp(smem)
                 indices = [w.scalar(x) for x in values[len(refs) :]]
-                program(w, arrays[: len(operands)], arrays[len(operands) :], *indices)
+                split = w.block_in_cluster() if plan.splits > 1 else w.const(0, "i32")
+                program(w, arrays[: len(operands)], arrays[len(operands) :], *indices, split)
 
-            split = jax.lax.axis_index("split") if plan.splits > 1 else jnp.int32(0)
-            inline(*refs, *[jax.lax.axis_index(name) for name in ("row", "kv_head", "row_block")], split)
+            inline(*refs, *[jax.lax.axis_index(name) for name in ("row", "kv_head", "row_block")])
 
         if early is not None:
             emit(early)

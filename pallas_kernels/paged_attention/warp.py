@@ -263,6 +263,10 @@ class Warp(WordInstructions):
             scf.YieldOp([v.ir for v in carry])
         return tuple(Value(v) for v in if_op.results)
 
+    def block_in_cluster(self) -> Value:
+        """This block's place in its cluster: read, where `jax.lax.axis_index` is a division before the first load."""
+        return Value(mgpu_utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir_type("i32")))
+
     def block_barrier(self) -> None:
         gpu.barrier()
 
