@@ -196,7 +196,7 @@ def test_kernel_on_the_gpu(rows: int, shape: tuple[int, int], dtype: type, block
 
 @pytest.mark.gpu
 def test_a_model_with_fp8_in_blocks_on_the_gpu(tmp_path: pathlib.Path) -> None:
-    """Through the layers, with the kernel from 2 rows on, beside the model decoded to bfloat16."""
+    """Through the layers, beside the model decoded to bfloat16: five tokens are a piece of 64 rows."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"head_dim": 64, "num_hidden_layers": 2, "tie_word_embeddings": True}
     rows = {"self_attn.q": (256, 256), "self_attn.k": (128, 256), "self_attn.v": (128, 256), "self_attn.o": (256, 256)}
@@ -212,9 +212,9 @@ def test_a_model_with_fp8_in_blocks_on_the_gpu(tmp_path: pathlib.Path) -> None:
         tensors[f"{part}_scale_inv"] = rng.uniform(5e-4, 1.5e-3, (out // 128, inputs // 128)).astype(np.float32)
     config = quantized_checkpoints.CONFIG | sizes | {"quantization_config": {"quant_method": "fp8"}}
     quantized_checkpoints.write(tmp_path, tensors, config)
-    prompts = np.arange(10, dtype=np.int32).reshape(2, 5)
+    prompts = np.arange(5, dtype=np.int32)[None, :]
     found, expected = (
         np.asarray(logits(load(tmp_path, packed=packed, progress=False), prompts), np.float64)
         for packed in (True, False)
     )
-    assert relative_error(found, expected) < 0.03
+    assert 0 < relative_error(found, expected) < 0.03
