@@ -52,7 +52,7 @@ CASES = [
 ]
 # Three tiles under way; fewer rows a block than fit.
 CASES += [
-    Case((0, 1, 17, 127), head_dim=128, kv_heads=1, rotary_dim=128, norm=True, warps=4, depth=3),
+    Case((0, 1, 17, 127), head_dim=128, kv_heads=1, rotary_dim=128, norm=True, warps=4, ahead=2),
     Case((100, 21), window=20, q_heads=2, kv_heads=1, rotary_dim=64, splits=2, warps=4, depth=1),
     Case((128, 5), tokens=5, q_heads=4, kv_heads=1, head_dim=64, rotary_dim=64, norm=True, warps=4, depth=2),
     Case((70, 20), tokens=5, q_heads=4, kv_heads=1, rotary_dim=64, splits=2, warps=4, most_halves=1, early=True),

@@ -36,6 +36,7 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
     tiles = Tiles(w, attention, args.pools, args.page_table, row, kv_head, length, length, split, args.next_pools)
     # In the order in which they are needed: page ids, the projections, then what depends on the page ids.
     pages = [tiles.page(w.const(j, "i32")) for j in range(attention.depth)]
+    further = [tiles.page(w.const(attention.depth + j, "i32")) for j in range(attention.ahead)]
     tokens, rows = NewTokens(w, plan, args, place), NewRows(w, plan, args, place)
     rows.read_pages(length, (position > -1) & (split < 1) & (row_block < 1))
     buffers = [tiles.reader(j, pages[j]).both() for j in range(attention.depth)]
@@ -43,6 +44,8 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
     w.when(position > -2, [], tokens.stage)
     w.block_barrier()
     rows.write()
+    for j, page in enumerate(further):
+        tiles.reader(w.const(attention.depth + j, "i32"), page).bring()
 
     softmax = Softmax(w, attention, length, place.first_row, last_stored=length - 1)
     # The warp with the fewest tiles of the first block takes the new tokens in.

@@ -37,7 +37,7 @@ class Plan:
     `kv` is what pages hold: bfloat16, or a format of `formats.py`. `splits` blocks of `warps` warps share one
     (sequence, KV head, block of query rows); each warp keeps `depth` tiles of 16 keys in flight. `most_halves` limits
     the rows of a block, in units of 8, below what fits in registers. `early` asks for the first tiles before the
-    kernel's turn has come.
+    kernel's turn has come; `ahead` tiles behind the first are brought into the L2 cache at the start.
     """
 
     batch: int
@@ -57,6 +57,7 @@ class Plan:
     depth: int = 2
     most_halves: int | None = None
     early: bool = False
+    ahead: int = 0
 
     @property
     def group(self) -> int:

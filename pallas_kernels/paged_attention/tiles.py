@@ -82,16 +82,7 @@ class Tiles:
         slots = [self.first_key(i) // plan.page_size for i in places]
         pages = [w.peek_i32(self.page_table, self.page_table_row + x, x < plan.pages_per_row) for x in slots]
         for i, page in zip(places, pages, strict=True):
-            self.bring(self.pools, *self._block(i, w.maximum(w.const(0, "i32"), clamp(w, page, num_pages))))
-
-    def bring(self, pools: Pools, block: Any, own: Any) -> None:
-        """Has a tile brought into the L2 cache, given as to `Reader`."""
-        w, tile_bytes = self.w, KEYS * self.plan.row_bytes
-        for start in range(0, tile_bytes, 32 * LINE):
-            line = w.lane * LINE + start
-            valid = (own < 0) & (line < tile_bytes)
-            for pool in (pools.k_pages, pools.v_pages):
-                w.prefetch(pool, block * self.plan.row_bytes + w.wide(line), valid)
+            self.reader(i, w.maximum(w.const(0, "i32"), clamp(w, page, num_pages))).bring()
 
     def reader(self, i: Any, page: Any) -> "Reader":
         """Reads tile i, whose page has the id `page`."""
@@ -111,6 +102,16 @@ class Reader:
         """`block` is the tile's first row in the pools, `own` its first key's place relative to the sequence's end."""
         self.tiles, self.block, self.own = tiles, block, own
 
+    def bring(self, pools: Pools | None = None) -> None:
+        """Has the tile brought into the L2 cache, or that at its place in other pools."""
+        w, row_bytes = self.tiles.w, self.tiles.plan.row_bytes
+        pools = pools or self.tiles.pools
+        for start in range(0, KEYS * row_bytes, 32 * LINE):
+            line = w.lane * LINE + start
+            valid = (self.own < 0) & (line < KEYS * row_bytes)
+            for pool in (pools.k_pages, pools.v_pages):
+                w.prefetch(pool, self.block * row_bytes + w.wide(line), valid)
+
     def both(self) -> tuple[Any, Any]:
         """Keys and values, zero from the sequence's end on."""
         return self.keys(zero=True), self.values()
@@ -123,7 +124,7 @@ class Reader:
         """
         tiles, plan = self.tiles, self.tiles.plan
         if tiles.next_pools is not None:
-            tiles.bring(tiles.next_pools, self.block, self.own)
+            self.bring(tiles.next_pools)
         words = [
             self._words(tiles.pools.k_pages, tiles.group, step, plan.key_chunks, tiles.quad, zero=zero)
             for step in KEY_STEPS
