@@ -71,6 +71,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("chat {model} --system a\udcff", r"argument --system: 'a\udcff' is not Unicode"),
         ("score {model} --continuation a\udcff", r"argument --continuation: 'a\udcff' is not Unicode"),
         ("spec-bench {model} --prompt a\udcff", r"argument --prompt: 'a\udcff' is not Unicode"),
+        # An empty variable of a shell is neither the current folder nor a file.
+        ("generate {model} --prompts-file ", "argument --prompts-file: the path is empty; name a file or a folder"),
+        ("perplexity {model} ", "argument FILE: the path is empty"),
+        ("quantize {model} --plan int4 --out ", "argument --out: the path is empty"),
+        ("convert {model} ", "argument OUT: the path is empty"),
+        ("quantize {model} --plan int4 --out {out}", " exists already; remove it, or write to another path"),
+        ("bench {model} --seed -1", "--seed -1; expected an integer of at least 0"),
+        (
+            "generate {model} --prompt A --logit-bias 1=1 --logit-bias 1=2",
+            "logit_bias is ((1, 1.0), (1, 2.0)); expected each token id once",
+        ),
         # What cannot be a model.
         ("info {out}/parrot.gguf", "architecture 'parrot'"),
         ("generate {out}/parrot.gguf --prompt A", "architecture 'parrot'"),

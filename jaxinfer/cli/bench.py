@@ -30,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"{name} {value}; expected a number above 0")
     if options.host_pages and options.no_prefix_cache:
         raise ValueError("--host-pages needs the prefix cache, which is what finds them; leave out --no-prefix-cache")
+    if options.seed < 0:
+        raise ValueError(f"--seed {options.seed}; expected an integer of at least 0")
     check_picture("--timeline", options.timeline)
     shown = not options.quiet
     random_weights = {} if options.random_weights is None else {"random_weights": options.random_weights}

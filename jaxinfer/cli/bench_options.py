@@ -3,11 +3,14 @@
 import argparse
 import math
 
+from jaxinfer.cli.options import file_name
+
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
     """The command's options beside MODEL and --dtype."""
     parser.add_argument(
         "--workload",
+        type=file_name,
         metavar="FILE",
         help="requests to replay: a JSON object a line with one of prompt, token_ids or prompt_tokens (so many random "
         "ids), and optionally arrival (seconds) and params",
@@ -61,6 +64,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--host-pages", type=int, default=0, metavar="N", help="pages of host memory for what the pool evicts (0)"
     )
     parser.add_argument("--no-warmup", action="store_true", help="compile while serving, to see what that costs")
-    parser.add_argument("--timeline", metavar="FILE.png", help="also draw when the device did what (needs matplotlib)")
+    parser.add_argument(
+        "--timeline", type=file_name, metavar="FILE.png", help="also draw when the device did what (needs matplotlib)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object; times in seconds")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")

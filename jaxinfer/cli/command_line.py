@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jaxinfer
 from jaxinfer.cli.bench_options import add_bench
-from jaxinfer.cli.options import Parser, add_loading, add_model, add_sampling, integers, unicode_text
+from jaxinfer.cli.options import Parser, add_loading, add_model, add_sampling, file_name, integers, unicode_text
 from jaxinfer.cli.plan_options import add_plan
 from jaxinfer.cli.scoring_options import add_perplexity, add_score
 from jaxinfer.cli.sensitivity_options import add_sensitivity
@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     )
     source.add_argument(
         "--prompts-file",
+        type=file_name,
         metavar="FILE",
         help="one prompt a line (- is standard input); in a .jsonl file each line is an object with one of prompt, "
         "token_ids or messages, and optionally params, sampling options of its own",
@@ -110,7 +111,9 @@ def parser() -> argparse.ArgumentParser:
     prompts.add_argument(
         "--prompt", action="append", type=unicode_text, metavar="TEXT", help="a prompt; repeat it for several"
     )
-    prompts.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; by default three of its own")
+    prompts.add_argument(
+        "--prompts-file", type=file_name, metavar="FILE", help="one prompt a line; by default three of its own"
+    )
     bench.add_argument(
         "--lossy", choices=("top-k", "typical", "kl"), help="accept more than is exact; what that costs is shown"
     )

@@ -143,7 +143,7 @@ def sampling_values(options: argparse.Namespace) -> dict[str, Any]:
     prefix = "sampling."
     given = {name.removeprefix(prefix): value for name, value in vars(options).items() if name.startswith(prefix)}
     if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
+        given["logit_bias"] = tuple(given["logit_bias"])
     return options.sampling_defaults | given
 
 
@@ -203,6 +203,13 @@ def _integer(text: str) -> int:
 def integers(text: str) -> list[int]:
     """A list with commas. Values separated by blanks would take the MODEL that follows for one of them."""
     return [_integer(word) for word in text.split(",")]
+
+
+def file_name(given: str) -> str:
+    """The path of a file or a folder. An empty one, such as that of a shell's variable, is not the current folder."""
+    if not given:
+        raise argparse.ArgumentTypeError("the path is empty; name a file or a folder")
+    return given
 
 
 def unicode_text(given: str) -> str:

@@ -2,6 +2,8 @@
 
 import argparse
 
+from jaxinfer.cli.options import file_name
+
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Beside those of loading: what is to be generated, where, and how the answer is shown."""
@@ -20,5 +22,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", action="store_true", help="ask XLA what the programs take on this device: exact, some seconds"
     )
-    parser.add_argument("--chart", metavar="FILE", help="draw the memory as a bar, as PNG or by the file's ending")
+    parser.add_argument(
+        "--chart", type=file_name, metavar="FILE", help="draw the memory as a bar, as PNG or by the file's ending"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")

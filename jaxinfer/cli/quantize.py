@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import logging
+import pathlib
 import sys
 
 from jaxinfer.quantization.api import windows_for, write_quantized
@@ -10,6 +11,7 @@ from jaxinfer.quantization.calibration import EVALUATION_SAMPLES, Calibration, W
 from jaxinfer.quantization.pair import write_draft
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.source import open_source
+from jaxinfer.store.unfinished import check_free
 
 log = logging.getLogger("jaxinfer")
 
@@ -20,6 +22,7 @@ ERROR_SAMPLES = 8
 def run(options: argparse.Namespace) -> int:
     """Prints the path of the store; how well it was done, where that was measured, goes to standard error."""
     plan = resolve(options.plan, "--plan ")
+    check_free(pathlib.Path(options.out).expanduser())
     calibration = calibration_for(options, plan)
     common = {
         "calibration": calibration,

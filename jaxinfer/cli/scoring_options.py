@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxinfer.cli.options import unicode_text
+from jaxinfer.cli.options import file_name, unicode_text
 
 
 def add_score(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,7 @@ def add_score(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--pairs-file",
+        type=file_name,
         metavar="FILE",
         help="each line a JSON object with prompt and continuation, text or token ids (- is standard input)",
     )
@@ -25,7 +26,9 @@ def add_score(parser: argparse.ArgumentParser) -> None:
 
 def add_perplexity(parser: argparse.ArgumentParser) -> None:
     """A text and how to walk through it."""
-    parser.add_argument("file", metavar="FILE", nargs="?", default="-", help="a UTF-8 text (default: standard input)")
+    parser.add_argument(
+        "file", type=file_name, metavar="FILE", nargs="?", default="-", help="a UTF-8 text (default: standard input)"
+    )
     parser.add_argument("--window", type=int, metavar="N", help="tokens looked at together (the context, at most 4096)")
     parser.add_argument("--stride", type=int, metavar="N", help="tokens scored a window (half of it)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

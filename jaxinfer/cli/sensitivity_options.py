@@ -2,12 +2,15 @@
 
 import argparse
 
+from jaxinfer.cli.options import file_name
+
 
 def add_sensitivity(parser: argparse.ArgumentParser) -> None:
     """Text, precisions, budget, and where the results go."""
     parser.add_argument(
         "--calibration",
         action="append",
+        type=file_name,
         metavar="FILE",
         help="text or .jsonl of your own domain; repeat it for several. Default: a bundled novel",
     )
@@ -37,7 +40,11 @@ def add_sensitivity(parser: argparse.ArgumentParser) -> None:
         help="that the plan is to be made by, below 8 bits: weights that err much with one err much with all. "
         "Default: as measured",
     )
-    parser.add_argument("--plan", metavar="FILE.toml", help="write the proposed plan there, for --quantize")
-    parser.add_argument("--heat-map", metavar="FILE", help="draw what was measured, as PNG or by the file's ending")
+    parser.add_argument(
+        "--plan", type=file_name, metavar="FILE.toml", help="write the proposed plan there, for --quantize"
+    )
+    parser.add_argument(
+        "--heat-map", type=file_name, metavar="FILE", help="draw what was measured, as PNG or by the file's ending"
+    )
     parser.add_argument("--json", action="store_true", help="print everything measured as one JSON object")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")

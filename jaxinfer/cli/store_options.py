@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxinfer.cli.options import add_model
+from jaxinfer.cli.options import add_model, file_name
 from jaxinfer.quantization.plan import PRESETS
 
 
@@ -15,16 +15,20 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         metavar="PLAN",
         help=f"{', '.join(PRESETS)}, or a .toml file",
     )
-    parser.add_argument("--out", required=True, metavar="PATH", help="the folder to write, which must not exist")
+    parser.add_argument(
+        "--out", required=True, type=file_name, metavar="PATH", help="the folder to write, which must not exist"
+    )
     parser.add_argument(
         "--calibration",
         action="append",
+        type=file_name,
         metavar="FILE",
         help="text or .jsonl of your domain; repeat it for several. Default: a bundled novel, if the plan needs text",
     )
     parser.add_argument(
         "--evaluation",
         action="append",
+        type=file_name,
         metavar="FILE",
         help="judge by these files; default: a tenth of --calibration, which then calibrates nothing",
     )
@@ -48,7 +52,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
 def add_convert(parser: argparse.ArgumentParser) -> None:
     """MODEL, the folder to write, and its format."""
     add_model(parser)
-    parser.add_argument("out", metavar="OUT", help="the folder to write, which must not exist")
+    parser.add_argument("out", type=file_name, metavar="OUT", help="the folder to write, which must not exist")
     parser.add_argument(
         "--format",
         choices=("store", "safetensors", "awq", "compressed-tensors"),
