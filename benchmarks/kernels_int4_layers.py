@@ -33,10 +33,10 @@ HEAD_DIM, PAGE, PAGES, POSITION = 128, 16, 32, 256
 RESIDUAL = Fusion(residual=True)
 
 
-def at_once(shape: tuple[int, int], fusion: Fusion, *, parts: int, digits: bool, each: int = 1) -> Schedule:
+def at_once(shape: tuple[int, int], fusion: Fusion, *, parts: int, each: int = 1) -> Schedule:
     """Blocks of `each` strips of results, all of it fetched at once; warps of `parts` x 128 inputs."""
     (inputs, outputs), strips = shape, (2 if fusion.gated else 1) * each
-    return Schedule(inputs // PART // parts, parts, strips, strips, outputs // 16 // strips, digits, once=True)
+    return Schedule(inputs // PART // parts, parts, strips, strips, outputs // 16 // strips, once=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,12 +73,12 @@ WIDER = {"o", "down"}
 """Products with 256 inputs a warp, so that the sum over warps is short."""
 
 
-def small(*, narrow: int = 1, wider: int = 2, qkv: int = 1, digits: bool = True) -> dict[str, Schedule]:
-    """`narrow`, `wider`: parts of the products with few inputs and with more; `qkv`: strips of a block of qkv."""
+def small(*, narrow: int = 1, qkv: int = 1) -> dict[str, Schedule]:
+    """`narrow`: parts of the products that are not wider; `qkv`: strips of a block of qkv."""
     schedules = {}
     for name, product in DRAFT.items():
-        each, parts = qkv if name == "qkv" else 1, wider if name in WIDER else narrow
-        schedules[name] = at_once(*product, parts=parts, each=each, digits=digits)
+        each = qkv if name == "qkv" else 1
+        schedules[name] = at_once(*product, parts=2 if name in WIDER else narrow, each=each)
     return schedules
 
 
@@ -96,26 +96,20 @@ SMALL = Model(
             "gate_up": Schedule(8, 1, blocks=264, digits=True),
             "down": Schedule(16, 2, digits=True),
         },
-        "128 + code": small(digits=False),
         "qkv two strips": small(qkv=2),
-        "qkv two strips, 128 + code": small(qkv=2, digits=False),
         "256 inputs a warp": small(narrow=2),
-        "128 inputs a warp": small(wider=1),
     },
     predicted={
-        (1, RING): 19.9,
-        (1, NOW): 17.2,
-        (1, "128 + code"): 17.6,
-        (1, "qkv two strips"): 17.1,
-        (1, "256 inputs a warp"): 17.5,
-        (1, "128 inputs a warp"): 17.4,
-        (2, RING): 21.6,
-        (2, NOW): 18.4,
-        (2, "128 + code"): 18.6,
-        (8, RING): 25.0,
-        (8, NOW): 21.5,
-        (16, NOW): 27.3,
-        (16, "qkv two strips, 128 + code"): 27.0,
+        (1, RING): 20.7,
+        (1, NOW): 18.2,
+        (1, "qkv two strips"): 18.5,
+        (1, "256 inputs a warp"): 18.8,
+        (2, RING): 22.4,
+        (2, NOW): 20.5,
+        (8, RING): 26.0,
+        (8, NOW): 24.0,
+        (16, NOW): 29.3,
+        (16, "qkv two strips"): 29.0,
     },
 )
 MODELS = {"8b": LARGE, "0.6b": SMALL}

@@ -79,9 +79,6 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
         while len(self.groups) > pending:
             self._place(self.groups.pop(0))
 
-    def one(self) -> np.ndarray:
-        return self.integer(1)
-
     def warp_barrier(self) -> None:
         pass  # the 32 lanes of a simulated warp are always together
 

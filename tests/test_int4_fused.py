@@ -14,6 +14,7 @@ from jaxinfer.layers import linear as linear_module
 from jaxinfer.layers import mlp as mlp_module
 from jaxinfer.layers.linear import add_linear, norm_linear
 from jaxinfer.layers.mlp import gated_hidden
+from jaxinfer.layers.residual import settled
 from pallas_kernels.int4_matmul import PackedInt4, fused_refusal, int4_matmul_fused, to_mosaic, tuning
 from pallas_kernels.int4_matmul.plan import Fusion, Schedule
 
@@ -75,20 +76,15 @@ def test_other_schedules_on_simulated_warps(rows, in_features, group_size, sched
 
 
 @pytest.mark.parametrize(
-    ("rows", "in_features", "group_size", "warps", "digits"),
-    [
-        (1, 1024, 128, 8, True),
-        (1, 1024, 16, 4, True),
-        (2, 1024, 64, 4, True),
-        (5, 512, 512, 4, True),
-        (13, 512, 32, 4, False),
-    ],
+    ("rows", "in_features", "group_size", "warps"),
+    [(1, 1024, 128, 8), (1, 1024, 16, 4), (2, 1024, 64, 4), (13, 512, 512, 4)],
 )
-def test_all_of_a_block_at_once_on_simulated_warps(rows, in_features, group_size, warps, digits) -> None:
+def test_all_of_a_block_at_once_on_simulated_warps(rows, in_features, group_size, warps) -> None:
+    """Codes are 128 + code here: sums that cancel are right to a few millionths."""
     for fusion in (Fusion(norm_eps=EPS, gated=True), Fusion(residual=True)):
         strips = 2 if rows < 5 else 4  # of 8: four gates and as many others, or eight
-        schedule = Schedule(warps, in_features // warps // 128, strips, strips, 8 // strips, digits, once=True)
-        check_simulated(rows, in_features, group_size, schedule, fusion, out_features=128)
+        schedule = Schedule(warps, in_features // warps // 128, strips, strips, 8 // strips, once=True)
+        check_simulated(rows, in_features, group_size, schedule, fusion, out_features=128, bound=4e-6)
 
 
 def check_simulated(
@@ -98,6 +94,7 @@ def check_simulated(
     schedule: Schedule,
     fusion: Fusion,
     out_features: int = 224,
+    bound: float = 2e-6,
 ) -> None:
     weight, values = small(out_features, in_features, group_size)
     x = tokens(rows, in_features)
@@ -111,7 +108,7 @@ def check_simulated(
         residual=residual if fusion.residual else None,
     )[0]
     want = expected(x, values, fusion, norm, residual)
-    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-6
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < bound
 
 
 @pytest.mark.parametrize("fusion", FUSIONS, ids=str)
@@ -188,7 +185,7 @@ def test_layers_give_the_same_with_and_without_a_fused_product(monkeypatch: pyte
 
     def results() -> list[jax.Array]:
         hidden = gated_hidden(x, norm, EPS, square, None, "silu")
-        return [norm_linear(x, norm, EPS, square), add_linear(x, x, square), hidden]
+        return [norm_linear(x, norm, EPS, square), settled(add_linear(x, x, square)), hidden]
 
     plain = results()
     calls = []

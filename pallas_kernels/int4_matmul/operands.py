@@ -34,7 +34,8 @@ type Sums = Sequence[Sequence[Any]]
 class Halves:
     """x in bfloat16."""
 
-    def __init__(self, w: Any, plan: Plan, tokens: "Tokens"):
+    def __init__(self, w: Any, plan: Plan, tokens: Any):
+        """`tokens`: `Tokens`, or a `Row`."""
         self.w, self.plan = w, plan
         self.code_bias = 128.0 if plan.bits == 4 else -128.0
         self._book: Book | None = None
@@ -88,8 +89,7 @@ class Digits:
     Codes of 8 bits are stored less 128, signed: of up to 255 the sums of 128 inputs would not fit.
     """
 
-    def __init__(self, w: Any, plan: Plan, tokens: Any):
-        """`tokens`: `Tokens`; subclasses may take something else."""
+    def __init__(self, w: Any, plan: Plan, tokens: "Tokens"):
         self.w, self.plan = w, plan
         self.code_bias = 0.0 if plan.bits == 4 else -128.0
         self._book: Book | None = None
@@ -97,30 +97,32 @@ class Digits:
         self._segments = segments_of(plan)
 
     def prepare(self, book: Book | None = None) -> None:
-        w, self._book = self.w, book
-        self._digits, self._back = self._taken()
+        w, self._book, self._words = self.w, book, self._tokens.words()
+        largest = [self._largest(b) for b in range(self.plan.token_blocks)]
+        factors = [w.factor_to_integers(bits) for bits in largest]
+        # [tile][step][token block]: three words of four bytes.
+        self._digits = [
+            [[w.digits(words, f) for words, f in zip(step, factors, strict=True)] for step in tile]
+            for tile in self._words
+        ]
+        # A result's two tokens are 2 quad and 2 quad + 1; a loaded word's is the lane's group.
+        mine = w.lane % 4 * 8
+        back = [w.factor_from_integers(bits) for bits in largest]
+        self._back = [[w.shuffle(factor, mine + 4 * i) for i in range(2)] for factor in back]
         ones = [w.integer(BYTES_OF_ONE)] * 2
         self.of_tokens = [
             [[*total[:2], *total[:2]] for total in self._multiplied(segment, lambda t, s: ones)]
             for segment in self._segments
         ]
 
-    def _taken(self) -> tuple[list[list[list[Any]]], list[list[Any]]]:
-        """[tile][step][token block] three words of four bytes, and [token block] the factors of this lane's results."""
-        w, words = self.w, self._tokens.words()
-        largest = [self._largest(words, b) for b in range(self.plan.token_blocks)]
-        factors = [w.factor_to_integers(bits) for bits in largest]
-        digits = [
-            [[w.digits(pair, f) for pair, f in zip(step, factors, strict=True)] for step in tile] for tile in words
-        ]
-        # A result's two tokens are 2 quad and 2 quad + 1; a loaded word's is the lane's group.
-        mine = w.lane % 4 * 8
-        back = [w.factor_from_integers(bits) for bits in largest]
-        return digits, [[w.shuffle(factor, mine + 4 * i) for i in range(2)] for factor in back]
-
-    def _largest(self, words: list[list[list[Any]]], block: int) -> Any:
+    def _largest(self, block: int) -> Any:
         """Bits of the largest magnitude among this lane's token's inputs, in the warp."""
-        return largest_over(self.w, [word for tile in words for step in tile for word in step[block]], (1, 2))
+        w = self.w
+        bits = w.largest([word for tile in self._words for step in tile for word in step[block]])
+        for mask in (1, 2):
+            other = w.shuffle_xor(bits, mask)
+            bits = w.select(bits < other, other, bits)
+        return bits
 
     def product(self, pieces: Sequence[Any], segment: int) -> Sums:
         """x times code over the inputs of a segment, in units of the token's factor."""
@@ -162,15 +164,6 @@ class Digits:
         ]
 
 
-def largest_over(w: Any, words: Sequence[Any], masks: Sequence[int]) -> Any:
-    """Bits of the largest magnitude among pairs of bfloat16 of all lanes that differ in the bits `masks`."""
-    bits = w.largest(words)
-    for mask in masks:
-        other = w.shuffle_xor(bits, mask)
-        bits = w.select(bits < other, other, bits)
-    return bits
-
-
 def segments_of(plan: Plan) -> list[list[tuple[int, int]]]:
     """The (tile, step) of each segment's steps of 16 inputs."""
     steps = [(t, s) for t in range(plan.warp_tiles) for s in range(COLUMNS // 16)]
@@ -199,7 +192,7 @@ class Tokens:
     """
 
     def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any):
-        """`norm`: float32 [in_features], or None."""
+        """`norm`: float32 [in_features], or None; unused where the kernel has its weights in shared memory."""
         self.w, self.plan = w, plan
         self._group, self._quad = w.lane // 4, w.lane % 4
         self._run = steps_per_run(plan.group_size)
@@ -216,11 +209,19 @@ class Tokens:
             for first in plan.run_columns
         ]
         self._norm = None
-        if norm is not None:
+        if norm is not None and not plan.norm_bytes:
             self._norm = [
                 [w.load_four(norm, self._column, self._inside(first), first + 4 * i) for i in range(self._run)]
                 for first in plan.run_columns
             ]
+
+    def read_norm(self, start: Any) -> None:
+        """Reads the norm's weights of the warp's inputs from shared memory, `start` on."""
+        w, start = self.w, start + self._quad * (4 * self.plan.lane_columns)
+        self._norm = [
+            [tuple(map(w.as_number, w.shared_words(start, 4 * first + 16 * i))) for i in range(self._run)]
+            for first in self.plan.run_columns
+        ]
 
     def words(self) -> list[list[list[Any]]]:
         """[tile][step][token block], two words a lane in the order of an mma's small operand."""

@@ -235,19 +235,18 @@ class Plan:
         return 0 if self.fusion.norm_eps is None else 32 * self.token_blocks
 
     @property
-    def row_start(self) -> int:
+    def norm_start(self) -> int:
         return self.squares_start + self.schedule.warps * self.squares_bytes
 
     @property
-    def row_bytes(self) -> int:
-        """Where a warp passes the bytes of a single token's inputs around, see `row.RowDigits`."""
-        alone = self.schedule.once and self.schedule.digits and self.rows == 1 and self.group_size % 32 == 0
-        return 4 * self.warp_columns if alone and self.warp_columns <= 256 else 0
+    def norm_bytes(self) -> int:
+        """One warp's weights of the norm, see once.py."""
+        return 4 * self.warp_columns if self.schedule.once and self.fusion.norm_eps is not None else 0
 
     @property
     def barriers_start(self) -> int:
         """Two for each slot of the rings, see bulk_stream.py."""
-        return self.row_start + self.schedule.warps * self.row_bytes
+        return self.norm_start + self.schedule.warps * self.norm_bytes
 
     @property
     def shared_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pallas_kernels.int4_matmul.operands import Digits, largest_over, normalised, squares_stored
+from pallas_kernels.int4_matmul.operands import normalised, squares_stored
 from pallas_kernels.int4_matmul.packing import COLUMNS, steps_per_run
 from pallas_kernels.int4_matmul.plan import Plan
 
@@ -20,15 +20,20 @@ class Row:
 
     def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any, buffer: Any):
         """`norm`: float32 [in_features], or None. `buffer`: where this warp may write 2 x inputs bytes."""
-        self.w, self.plan, self.buffer = w, plan, buffer
+        self.w, self.plan, self._buffer = w, plan, buffer
         self._lanes = plan.warp_columns // EIGHT
-        self.place = w.lane % self._lanes * EIGHT
-        column = first_tile * COLUMNS + self.place
+        self._place = w.lane % self._lanes * EIGHT
+        column = first_tile * COLUMNS + self._place
         inside = column < plan.in_features if plan.ragged else None
         self._words = w.load_words(x, column, 4, inside)
         self._norm = None
-        if norm is not None:
+        if norm is not None and not plan.norm_bytes:
             self._norm = [number for i in (0, 4) for number in w.load_four(norm, column, inside, i)]
+
+    def read_norm(self, start: Any) -> None:
+        """Reads the norm's weights of the warp's inputs from shared memory, `start` on."""
+        w, start = self.w, start + self._place * 4
+        self._norm = [w.as_number(word) for i in (0, 16) for word in w.shared_words(start, i)]
 
     @staticmethod
     def serves(plan: Plan) -> bool:
@@ -51,31 +56,16 @@ class Row:
     def in_order(self, words: Sequence[Any]) -> list[list[list[Any]]]:
         """[tile][step][token block], two words a lane."""
         w, plan = self.w, self.plan
-        w.shared_store_words(self.buffer + self.place * 2, words)
+        w.shared_store_words(self._buffer + self._place * 2, words)
         w.warp_barrier()
         run = steps_per_run(plan.group_size)
-        address, steps = self.buffer + w.lane % 4 * (2 * plan.lane_columns), []
+        address, steps = self._buffer + w.lane % 4 * (2 * plan.lane_columns), []
         for first in plan.run_columns:
             words = w.shared_words(address, 2 * first, 2 * run)
             steps += [[words[2 * i : 2 * i + 2]] for i in range(run)]
         per_tile = COLUMNS // 16
         return [steps[t : t + per_tile] for t in range(0, len(steps), per_tile)]
 
-
-class RowDigits(Digits):
-    """A single token as three bytes: each lane makes those of eight inputs, and an mma takes them four by four."""
-
-    def _taken(self) -> tuple[list[list[list[Any]]], list[list[Any]]]:
-        w, row = self.w, self._tokens
-        words = row.numbers()
-        largest = largest_over(w, words, row.masks)
-        factor, back = w.factor_to_integers(largest), w.factor_from_integers(largest)
-        for half in (0, 1):
-            low, middle, high = w.digits(words[2 * half : 2 * half + 2], factor)
-            w.shared_store_words(row.buffer + row.place * 4, [low, middle, high, high], 16 * half)
-        w.warp_barrier()
-        address, steps = row.buffer + w.lane % 4 * 32, []
-        for place in range(0, self.plan.warp_columns * 4, 128):
-            steps += [[w.shared_words(address, place + 16 * half)[:3]] for half in (0, 1)]
-        per_tile = COLUMNS // 16
-        return [steps[t : t + per_tile] for t in range(0, len(steps), per_tile)], [[back, back]]
+    def words(self) -> list[list[list[Any]]]:
+        """The same of the inputs in bfloat16, as `Tokens` has them."""
+        return self.in_order(self.numbers())

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.int4_matmul.book import Book
-from pallas_kernels.int4_matmul.operands import Sums, Tokens, largest_over, segments_of
+from pallas_kernels.int4_matmul.operands import Sums, Tokens, segments_of
 from pallas_kernels.int4_matmul.plan import Plan
 from pallas_kernels.int4_matmul.row import Row
 
@@ -73,7 +73,10 @@ def scaled_words(w: Any, words: Sequence[Any], masks: Sequence[int]) -> tuple[li
 
     The largest magnitude is that of all lanes whose numbers differ in the bits `masks`.
     """
-    bits = largest_over(w, words, masks)
+    bits = w.largest(words)
+    for mask in masks:
+        other = w.shuffle_xor(bits, mask)
+        bits = w.select(bits < other, other, bits)
     factor = w.factor_to_halves(bits)
     halves = [w.half_pair(*(number * factor for number in w.numbers_of(word))) for word in words]
     return halves, w.factor_from_halves(bits)

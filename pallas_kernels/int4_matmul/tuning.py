@@ -61,7 +61,7 @@ def once_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion
     warps, strips = weight.shape[1] // (parts * PART), -(-weight.shape[0] // (unit * STRIP))
     if not 4 <= warps <= ONCE_WARPS or warps % 4 or strips > 2 * MULTIPROCESSORS.get(device_kind, 132):
         return None
-    schedule = Schedule(warps, parts, unit, unit, strips, digits=rows <= DIGITS_MAX_ROWS, once=True)
+    schedule = Schedule(warps, parts, unit, unit, strips, once=True)
     plan = Plan.of(rows, weight, schedule, fusion)
     return plan if plan.whole else None
 

@@ -357,10 +357,6 @@ class Int4Warp(CodeWords):
             body()
             scf.YieldOp([])
 
-    def one(self) -> Value:
-        """1 (blocks have one place along z), which neither LLVM nor ptxas knows."""
-        return Value(llvm.inline_asm(_int(32), [], "mov.u32 $0, %nctaid.z;", "=r", has_side_effects=True))
-
     def warp_barrier(self) -> None:
         """Makes shared memory written by one lane visible to the others of the warp."""
         self._emit("bar.warp.sync 0xffffffff;", "")
