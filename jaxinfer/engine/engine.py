@@ -185,7 +185,8 @@ class Engine(EngineReaders):
     def warmup(self, *, progress: bool | None = None, threads: int | None = None) -> None:
         """Compiles every program that the configuration can need, in threads (default: one a core).
 
-        On a GPU each then runs on empty rows, seconds in all: what a program's first runs put off is done by then.
+        On a GPU each then runs on empty rows, seconds in all: what a program's first runs put off is done by then. The
+        host memory of `host_pages` is pinned, which takes a second for each GB.
         Afterwards nothing compiles while serving, unless a request needs a part of the sampler, or more listed
         logprobs, that no example in `EngineConfig.sampling` has: `metrics().compilations_after_warmup` tells.
         """
@@ -198,7 +199,7 @@ class Engine(EngineReaders):
                     runner.rehearse(new)
                 if self._drafting is not None and isinstance(runner, DraftingRunner):
                     self._drafting.pass_seconds = runner.time_draft()
-                runner.time_host()
+                runner.prepare_host()
             except BaseException:
                 self._interrupted = True  # a program that was stopped may have taken the cache
                 raise

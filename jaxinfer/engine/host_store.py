@@ -128,6 +128,12 @@ class HostStore:
         """How long bringing pages to the device takes; None before `measure`."""
         return None if self.seconds_a_call is None else -(-num_pages // MOVES) * self.seconds_a_call
 
+    def allocate(self, cache: PagedKVCache, num_pages: int) -> None:
+        """Has memory for so many pages, which is kept for those to come: the driver takes a second for each GB of it,
+        for which a round would have to wait."""
+        page = self._gather()(cache, _padded([]))[0]
+        jax.block_until_ready([jax.device_put(page, self._pinned) for _ in range(num_pages)])
+
     def measure(self, cache: PagedKVCache) -> PagedKVCache:
         """Takes the time of full calls, over the scratch page: what a transfer costs depends on the machine.
 

@@ -69,10 +69,11 @@ class Runner:
             assert isinstance(self.cache, PagedKVCache)
             self.cache = self.store.carry_out(self.cache, moves)
 
-    def time_host(self) -> None:
-        """Takes the time of moves between device and host, if there are any."""
+    def prepare_host(self) -> None:
+        """Has the host's memory, if any is wanted, and takes the time of moves to it and back."""
         if self.store is not None:
             assert isinstance(self.cache, PagedKVCache)
+            self.store.allocate(self.cache, self.settings.host_pages)
             self.cache = self.store.measure(self.cache)
 
     def dispatch(self, plan: Plan, requests: Mapping[Track, Request], needs: Iterable[SamplerLayout]) -> list[Work]:
