@@ -213,6 +213,8 @@ def test_small_weights_take_blocks_that_fetch_all_at_once(rows: int, shape: tupl
     assert tuning.plan_for(rows, weight, fusion=fusion).schedule.once
     assert not tuning.plan_for(rows, dataclasses.replace(weight, shape=(6144, 4096)), fusion=fusion).schedule.once
     assert not tuning.plan_for(17, weight, fusion=fusion).schedule.once
+    two_by_two = dataclasses.replace(weight, shape=(3072, 2048))
+    assert [tuning.plan_for(rows, two_by_two).schedule.once for rows in (8, 9)] == [True, False]
 
 
 @pytest.mark.gpu

@@ -39,8 +39,11 @@ FUSED_MAX_ROWS = 8
 """Beyond, x is too much of what a block does: a norm in the kernel costs more there than the kernels it saves."""
 
 
-ONCE_MAX_ROWS, ONCE_WARPS = 16, 12
-"""Up to so many rows and with so many warps a matrix may have a block for each strip of results, see once.py."""
+ONCE_MAX_ROWS, ONCE_WARPS, ONCE_CODES = 16, 12, 6144 * 1024
+"""Up to so many rows, and for matrices of so many warps and codes, a block has one strip of results, see once.py.
+
+The codes are those of the gate and up of a 0.6B model, the largest that has been timed (at 1, 2 and 16 rows).
+"""
 
 
 def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan:
@@ -55,11 +58,14 @@ def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion
 
 def once_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan | None:
     """The plan with a block for each strip of results, for matrices so small that all are on the card at once."""
-    if rows > ONCE_MAX_ROWS or weight.bits != 4 or weight.kind == "code_book":
+    small = rows <= ONCE_MAX_ROWS and weight.shape[0] * weight.shape[1] <= ONCE_CODES
+    if not small or weight.bits != 4 or weight.kind == "code_book":
         return None
     unit, parts = 2 if fusion.gated else 1, 1 if weight.shape[1] <= 8 * PART else 2
     warps, strips = weight.shape[1] // (parts * PART), -(-weight.shape[0] // (unit * STRIP))
-    if not 4 <= warps <= ONCE_WARPS or warps % 4 or strips > 2 * MULTIPROCESSORS.get(device_kind, 132):
+    # Two blocks of 256 threads have room where they take at most 128 registers each: not 256 inputs of so many tokens.
+    resident = 1 if parts > 1 and rows > DIGITS_MAX_ROWS else 2
+    if not 4 <= warps <= ONCE_WARPS or warps % 4 or strips > resident * MULTIPROCESSORS.get(device_kind, 132):
         return None
     schedule = Schedule(warps, parts, unit, unit, strips, once=True)
     plan = Plan.of(rows, weight, schedule, fusion)
