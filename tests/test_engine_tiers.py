@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from test_tiers import CHUNK, KV, LONGEST, PAGE, load_case
 
 from jaxinfer.batch import Limits
+from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.errors import RequestTooLong
@@ -25,7 +26,9 @@ from jaxinfer.engine.settings import settle
 from jaxinfer.engine.tiered_scheduler import TieredScheduler
 from jaxinfer.engine.tiering import Demand, given_pools, share_out
 from jaxinfer.generation import generate
+from jaxinfer.model import Model
 from jaxinfer.outputs import Delta
+from jaxinfer.params import random_params
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative.ngram import NgramDraft
 from jaxinfer.tier_pages import TierRules
@@ -141,6 +144,31 @@ def test_tokens_are_those_of_generate_and_nothing_is_compiled_late() -> None:
         assert metrics.pages_owned == metrics.pages_cached == 0 and set(metrics.tier_pages_owned.values()) == {0}
         assert 'jaxinfer_tier_pages_owned{tier="int8"} 0' in metrics.prometheus()
         assert "recent 0 of 15, int8 0 of 9, int4 0 of 12, window 0 of 20" in str(metrics)
+
+
+@pytest.mark.gpu
+def test_gpu() -> None:
+    """The engine's programs over the kernels, in bfloat16: log-probabilities are those of `generate` as far as the
+    tokens are the same, and where those part, two had nearly the same."""
+    rope = RopeConfig("default", 1e4, 64)
+    layers = (LayerConfig(rope), LayerConfig(rope, window=40), LayerConfig(rope))
+    config = ModelConfig("llama", 512, 500, 256, 512, 8, 2, 64, layers, LONGEST, 1e-5, attention_scale=0.5)
+    model = Model(config, random_params(config, jnp.bfloat16, 0), None, jnp.dtype(jnp.bfloat16), "random", KV)
+    params = [dataclasses.replace(row, temperature=0.0, logprobs=0) for row in PARAMS]
+    with Engine(model, dataclasses.replace(CONFIG, sampling=(params[0],))) as tiered:
+        tiered.warmup(progress=False)
+        outputs = tiered.generate(TEXTS, params, progress=False)
+        metrics = tiered.metrics()
+    assert (metrics.compilations_after_warmup, metrics.pages_owned) == (0, 0)
+    for output, reference in zip(outputs, generate(model, TEXTS, params), strict=True):
+        for mine, theirs in zip(output.completions, reference.completions, strict=True):
+            assert mine.logprobs is not None and theirs.logprobs is not None
+            assert len(mine.token_ids) == len(theirs.token_ids)
+            for one, other in zip(mine.logprobs, theirs.logprobs, strict=True):
+                (token, mine_of), (same, theirs_of) = *one.items(), *other.items()
+                assert abs(mine_of.logprob - theirs_of.logprob) < 0.1
+                if token != same:
+                    break
 
 
 def test_pages_come_back_whatever_happens() -> None:
