@@ -154,7 +154,7 @@ def test_gpu() -> None:
     layers = (LayerConfig(rope), LayerConfig(rope, window=40), LayerConfig(rope))
     config = ModelConfig("llama", 512, 500, 256, 512, 8, 2, 64, layers, LONGEST, 1e-5, attention_scale=0.5)
     model = Model(config, random_params(config, jnp.bfloat16, 0), None, jnp.dtype(jnp.bfloat16), "random", KV)
-    params = [dataclasses.replace(row, temperature=0.0, logprobs=0) for row in PARAMS]
+    params = [dataclasses.replace(row, temperature=0.0, n=1, logprobs=0) for row in PARAMS]
     with Engine(model, dataclasses.replace(CONFIG, sampling=(params[0],))) as tiered:
         tiered.warmup(progress=False)
         outputs = tiered.generate(TEXTS, params, progress=False)
