@@ -15,7 +15,7 @@ import numpy as np
 from simulated_int4_warp import DTYPES, SimulatedInt4Warp, flat_weights
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
-from pallas_kernels.int4_matmul import strip, wide, wide_arrange, wide_dequantize, wide_norm, wide_share
+from pallas_kernels.int4_matmul import strip, wide, wide_arrange, wide_dequantize, wide_norm
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.wide_plan import TokenOrder, WidePlan, WideSchedule
 
@@ -126,19 +126,6 @@ class SimulatedWideWarp(SimulatedInt4Warp):
             assert start % numbers.shape[1] == 0, "unaligned write"
             assert np.isnan(ref[start : start + numbers.shape[1]].astype(np.float32)).all(), "written twice"
             ref.view(np.uint16)[start : start + numbers.shape[1]] = numbers[lane]
-
-    def store_four(self, ref: np.ndarray, offset: np.ndarray, constant: int, values: Sequence[np.ndarray]) -> None:
-        for i, value in enumerate(values):
-            assert np.isnan(ref[offset + constant + i]).all(), "written twice"
-            ref[offset + constant + i] = value
-
-    def raise_flag(self, ref: np.ndarray, index: np.ndarray) -> None:
-        assert ref[uniform(index)] == 0, "raised twice"
-        ref[uniform(index)] = 1
-
-    def wait_for_flag(self, ref: np.ndarray, index: np.ndarray) -> None:
-        """Blocks run one after the other here: what is waited for has been done."""
-        assert ref[uniform(index)] == 1, "waits for ever"
 
     # Copies
     def _start(self, destination: int, ref: np.ndarray, origin: int, size: int) -> np.ndarray:
@@ -378,15 +365,12 @@ def _arguments(weight: Packed, x: Any, out: np.ndarray, out_dtype: str) -> strip
 
 
 def _run(plan: WidePlan, weight: Packed, image: np.ndarray, out: np.ndarray, out_dtype: str) -> None:
-    arguments, exchange = _arguments(weight, image, out, out_dtype), None
-    if plan.schedule.even:
-        sums = np.full(plan.handed_on, np.nan, np.float32)
-        exchange = wide_share.Exchange(plan, sums, np.zeros(plan.flags, np.int32))
+    arguments = _arguments(weight, image, out, out_dtype)
     for cluster in range(plan.clusters):
         barriers = Barriers()
 
         def program(warp: SimulatedWarp, rank: int, barriers: Barriers = barriers, cluster: int = cluster) -> None:
             w = SimulatedWideWarp(warp, barriers)
-            wide.multiply(w, plan, arguments, w.integer(cluster), w.integer(rank), exchange)
+            wide.multiply(w, plan, arguments, w.integer(cluster), w.integer(rank))
 
         run_cluster(plan.schedule.cluster, plan.consumer_warps + 4, plan.shared_bytes, program)

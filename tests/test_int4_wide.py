@@ -83,8 +83,6 @@ def truncation(plan: WidePlan) -> float:
         (33, 264, 640, -1, "minimum", WideSchedule(24, warpgroups=4, slices=3, stages=2)),
         (33, 520, 256, 256, "zero_point", WideSchedule(48, tiles=2, cluster=4, stages=2, blocks=4)),
         (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8, turns=1)),
-        (9, 200, 1024, 32, "symmetric", WideSchedule(16, stages=3, blocks=5, even=True)),
-        (12, 300, 384, 64, "minimum", WideSchedule(8, tiles=2, stages=2, cluster=2, blocks=4, turns=2, even=True)),
     ],
 )
 def test_kernel_on_simulated_warps(rows, out_features, in_features, group_size, kind, schedule) -> None:
@@ -126,7 +124,6 @@ def test_results_of_16_bits(rows: int, out_features: int, schedule: WideSchedule
     [
         (20, 128, 128, 2, WideSchedule(24, warpgroups=1, tiles=2, stages=2)),
         (41, 256, 16, 1, WideSchedule(24, tiles=2, stages=2, cluster=2, blocks=2, turns=1)),
-        (9, 128, 32, 2, WideSchedule(8, warpgroups=1, tiles=2, stages=2, blocks=3, even=True)),
     ],
 )
 def test_gated_results_in_the_order_of_the_next_product(rows, results, group_size, run, schedule) -> None:
@@ -211,7 +208,7 @@ def test_kernel_that_normalises_on_the_gpu(rows: int, in_features: int) -> None:
     for slices in (0, 1, 4):
         partial = slices_of(rows, in_features, slices)
         given = None if partial is None else jnp.asarray(partial)
-        (image, _), total = wide_norm.arrange_normalised(jnp.asarray(x), plan, jnp.asarray(norm), 1e-5, given)
+        image, total = wide_norm.arrange_normalised(jnp.asarray(x), plan, jnp.asarray(norm), 1e-5, given)
         assert (np.asarray(total) == with_slices(x, partial)).mean() > 0.99
         assert_normalised(np.asarray(image), np.asarray(total), norm, plan)
 
@@ -221,7 +218,7 @@ def test_kernel_that_normalises_on_the_gpu(rows: int, in_features: int) -> None:
 def test_kernel_that_arranges_on_the_gpu(group_size: int) -> None:
     plan = WidePlan.of(300, to_mosaic(make(16, 1544, group_size, "symmetric")), WideSchedule(104))
     x = jnp.asarray(tokens(300, 1544))
-    assert (wide_arrange.by_kernel(x, plan).words == wide_arrange.by_xla(x, plan)).all()
+    assert (wide_arrange.by_kernel(x, plan) == wide_arrange.by_xla(x, plan)).all()
 
 
 @pytest.mark.parametrize(
@@ -332,7 +329,6 @@ def test_slices_are_added_in_the_norms_kernel_on_the_gpu(rows: int) -> None:
         (9, 16, None),
         (100, 32, None),
         (300, 128, WideSchedule(128, tiles=2, cluster=2, stages=4, blocks=8, turns=2)),
-        (100, 32, WideSchedule(56, tiles=2, cluster=2, stages=4, blocks=10, even=True)),
         (1000, -1, None),
     ],
 )
@@ -475,10 +471,6 @@ def test_unpacking_on_the_gpu(out_features: int, in_features: int, group_size: i
 )
 def test_schedules_on_the_gpu(schedule: WideSchedule) -> None:
     """As many inputs as wrap the ring of stages several times, and parts enough for several a block."""
-    assert_right_and_repeatable(schedule)
-
-
-def assert_right_and_repeatable(schedule: WideSchedule) -> None:
     weight, x = make(1416, 4096, 128, "zero_point"), tokens(200, 4096)
     packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
     exact, short, again = (
@@ -488,28 +480,3 @@ def assert_right_and_repeatable(schedule: WideSchedule) -> None:
     assert error(exact, x, weight, BF16) < truncation(WidePlan.of(200, packed, schedule))
     assert np.array_equal(short, exact.astype(BF16))
     assert np.array_equal(short, again)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        WideSchedule(64, stages=8, even=True),
-        WideSchedule(128, cluster=2, stages=5, even=True),
-        WideSchedule(256, cluster=2, stages=3, even=True),
-        WideSchedule(128, tiles=2, cluster=2, stages=4, blocks=22, turns=2, even=True),
-        WideSchedule(96, warpgroups=3, cluster=4, stages=4, blocks=44, even=True),
-    ],
-)
-def test_even_schedules_on_the_gpu(schedule: WideSchedule) -> None:
-    """Tiles of one cluster's, of two and of several; flags of the kernel that arranges, and of the norm's."""
-    assert_right_and_repeatable(schedule)
-    weight, norm = to_mosaic(make(1416, 4096, 128, "zero_point")), jnp.linspace(0.5, 1.5, 4096)
-    for rows in (40, 200):
-        x, packed = jnp.asarray(tokens(rows, 4096)), jax.tree.map(jnp.asarray, weight)
-        others = dataclasses.replace(schedule, even=False)
-        outs = [
-            np.asarray(wide.int4_matmul(x, packed, norm, schedule=s, out_dtype=jnp.dtype(jnp.float32), norm_eps=1e-5))
-            for s in (schedule, others)
-        ]
-        np.testing.assert_allclose(*outs, rtol=2e-5, atol=1e-3)

@@ -35,12 +35,11 @@ from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
-from pallas_kernels.int4_matmul.wide_arrange import Image, arrange, shape
+from pallas_kernels.int4_matmul.wide_arrange import arrange, shape
 from pallas_kernels.int4_matmul.wide_fetch import after, fetch
 from pallas_kernels.int4_matmul.wide_norm import arrange_normalised
 from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_results import store, store_lines, store_ordered
-from pallas_kernels.int4_matmul.wide_share import Exchange, Run
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 
@@ -51,10 +50,10 @@ TURNS = 8
 """The first of the barriers (of the sixteen that a block has) at which warpgroups wait for their turn."""
 
 
-def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any, exchange: Exchange | None = None) -> None:
+def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> None:
     """One warp's work, emitted through `w`, a WideWarp (or its NumPy twin in the tests).
 
-    `rank` is the block's place in its cluster; `a.x` is what `arrange` returns; an even schedule has an `exchange`.
+    `rank` is the block's place in its cluster; `a.x` is what `arrange` returns.
     """
     schedule = plan.schedule
     leader = w.thread < 1
@@ -63,11 +62,10 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any, exch
         w.barrier_init(w.integer(plan.empty_barriers + 8 * stage), plan.consumer_warps * schedule.cluster, leader)
     w.barriers_ready()
     (w.cluster_barrier if schedule.cluster > 1 else w.block_barrier)()
-    run = Run(plan, cluster, rank)
-    parts = run.parts if exchange else (plan.parts + (plan.clusters - 1) - cluster) // plan.clusters
+    parts = (plan.parts + (plan.clusters - 1) - cluster) // plan.clusters
 
     def part(i: Any) -> Part:
-        return run.part(w, i) if exchange else Part.of(plan, cluster + i * plan.clusters, rank)
+        return Part(plan, cluster + i * plan.clusters, rank)
 
     def produce() -> None:
         if schedule.warpgroups in REGISTERS:
@@ -87,24 +85,6 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any, exch
     def one_part(book: Book | None, i: Any, carry: Any) -> Any:
         now = part(i)
         carry, sums = multiply_part(w, plan, a, now, book, carry)
-        if exchange is None:
-            finish(now, sums)
-        else:
-            share(exchange, i, now, sums)
-        return carry
-
-    def share(exchange: Exchange, i: Any, now: Part, sums: list[tuple[Any, Any]]) -> None:
-        values = [value for _, some in sums for value in some]
-
-        def put_together() -> None:
-            total = exchange.add(w, run, run.others(i), values)
-            size = len(values) // len(sums)
-            finish(now, [(strip, total[u * size : (u + 1) * size]) for u, (strip, _) in enumerate(sums)])
-
-        w.when(w.integer(0) < now.first_step, lambda: exchange.hand_on(w, run, values))
-        w.when(now.first_step < 1, put_together)
-
-    def finish(now: Part, sums: list[tuple[Any, Any]]) -> None:
         if plan.gated:
             (_, gates), (_, others) = sums
             values = [gate * w.sigmoid(gate) * other for gate, other in zip(gates, others, strict=True)]
@@ -114,6 +94,7 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any, exch
             write = store_ordered
         for strip, values in sums:
             write(w, plan, a, now, strip, values)
+        return carry
 
     w.when(w.warp < plan.consumer_warps, consume)
     w.when(w.integer(plan.consumer_warps) <= w.warp, produce)
@@ -286,44 +267,33 @@ def gated_mlp(
     first = WidePlan.of(rows, gate_up, schedules[0])
     first = dataclasses.replace(first, gated=True, result_order=second.token_order)
     image, y = brought(x, first, norm, norm_eps, before)
-    hidden = Image(launch(image, gate_up, first, dtype), None)
-    return launch(hidden, down, second, dtype), y
+    return launch(launch(image, gate_up, first, dtype), down, second, dtype), y
 
 
 def brought(
     x: jax.Array, plan: WidePlan, norm: jax.Array | None, norm_eps: float, before: jax.Array | None
-) -> tuple[Image, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """y, see `product`, in the plan's order; and y."""
     if norm is None:
         return arrange(x, plan), x
     return arrange_normalised(x, plan, norm, norm_eps, before)
 
 
-def launch(image: Image, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -> jax.Array:
+def launch(image: jax.Array, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -> jax.Array:
     """Runs the kernel on x in the plan's order: [slices, rows, results], or an image of `plan.result_order`."""
     schedule = plan.schedule
     dtype = jnp.dtype(jnp.float32) if schedule.slices > 1 else jnp.dtype(out_dtype)
-    arrays = [*arrays_of(weight), image.words]
+    arrays = [*arrays_of(weight), image]
     out_type = jax.ShapeDtypeStruct((schedule.slices, plan.rows, plan.results), dtype)
     if plan.result_order is not None:
         out_type = jax.ShapeDtypeStruct(shape(plan.rows, plan.results, plan.result_order), jnp.int32)
-    out_types = [out_type]
-    if schedule.even:
-        assert image.flags is not None
-        arrays.insert(0, image.flags)
-        out_types.append(jax.ShapeDtypeStruct((plan.handed_on,), jnp.float32))
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
-            *given, shared, cluster, rank = values
-            w, exchange = WideWarp(shared), None
-            if schedule.even:
-                flags, *given, handed_on = given
-                exchange = Exchange(plan, handed_on, flags)
-            *inputs, x_ref, out = given
+            *inputs, x_ref, out, shared, cluster, rank = values
             arguments = arguments_of(
                 weight,
                 weights=Weights.of(weight, inputs),
@@ -331,7 +301,8 @@ def launch(image: Image, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -
                 out=out,
                 out_dtype=str(dtype),
             )
-            multiply(w, plan, arguments, w.scalar(cluster), w.scalar(rank), exchange)
+            w = WideWarp(shared)
+            multiply(w, plan, arguments, w.scalar(cluster), w.scalar(rank))
 
         take_turn()
         emit(*refs, lax.axis_index("cluster"), lax.axis_index("rank") if schedule.cluster > 1 else jnp.int32(0))
@@ -339,7 +310,7 @@ def launch(image: Image, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -
     clusters = {"cluster": (schedule.cluster,), "cluster_names": ("rank",)} if schedule.cluster > 1 else {}
     return plgpu.kernel(
         kernel,
-        out_type=out_types,
+        out_type=out_type,
         grid=(plan.clusters,),
         grid_names=("cluster",),
         num_threads=schedule.warpgroups + PRODUCERS // 128,
@@ -347,4 +318,4 @@ def launch(image: Image, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -
         scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],
         kernel_name="int4_matmul_wide",
         **clusters,
-    )(*arrays)[0]
+    )(*arrays)

@@ -5,8 +5,7 @@ a token and writes four pieces of 16, which are the transposed of the 4 x 4 word
 tokens write whole lines. Where a norm is before the product, its kernel does it (`wide_norm`).
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +20,13 @@ WARPS = 8
 """Of a block; each has 8 tokens and a stage of inputs."""
 
 
-class Image(NamedTuple):
-    """x in a product's order, int32[token tile, stage, 16 pieces, tokens, 4].
+def arrange(x: jax.Array, plan: WidePlan) -> jax.Array:
+    """x [rows, in_features] bf16 as int32[token tile, stage, 16 pieces, tokens, 4].
 
     A piece is what the eight columns of an 8 x 8 matrix are of 32 (or 16) inputs, two neighbouring inputs a word. Past
-    the last input are zeros; what is past the last token, nobody reads the products of. `flags` int32 [plan.flags] are
-    zeros, for an even schedule.
+    the last input are zeros; what is past the last token, nobody reads the products of.
     """
-
-    words: jax.Array
-    flags: jax.Array | None
-
-
-def arrange(x: jax.Array, plan: WidePlan) -> Image:
-    """x [rows, in_features] bf16 in the plan's order."""
-    if plan.rows <= FEW_ROWS and not plan.flags:
-        return Image(by_xla(x, plan), None)
-    return by_kernel(x, plan)
+    return by_xla(x, plan) if plan.rows <= FEW_ROWS else by_kernel(x, plan)
 
 
 def shape(rows: int, in_features: int, order: TokenOrder) -> tuple[int, ...]:
@@ -93,30 +82,10 @@ def write(w: Any, plan: WidePlan, out: Any, words: list[Any], place: Any, there:
         w.store_words(out, (place + piece * tokens) * 8, [words[first + stride * q] for q in range(4)], there)
 
 
-def clear(w: Any, flags: Any, count: int, threads: int, block: Any) -> None:
-    """Zeros for `count` flags, by the first block."""
-    zeros = [w.integer(0)] * 4
-    for first in range(0, count, 4 * threads):
-        index = w.thread * 4 + first
-        w.store_words(flags, index * 2, zeros, (block < 1) & (index < count))
-
-
-def by_kernel(x: jax.Array, plan: WidePlan) -> Image:
+def by_kernel(x: jax.Array, plan: WidePlan) -> jax.Array:
     def program(w: Any, references: Any, block: Any) -> None:
-        x_ref, out, *flags = references
+        x_ref, out = references
         reorder(w, plan, x_ref, out, block)
-        if flags:
-            clear(w, flags[0], plan.flags, 32 * WARPS, block)
 
-    return image_of(run_blocks(program, [x], image_types(plan), blocks=blocks(plan), warps=WARPS, name="int4_arrange"))
-
-
-def image_types(plan: WidePlan) -> list[jax.ShapeDtypeStruct]:
-    """Of the arrays of an image."""
-    types = [jax.ShapeDtypeStruct(shape_of(plan), jnp.int32)]
-    return [*types, jax.ShapeDtypeStruct((plan.flags,), jnp.int32)] if plan.flags else types
-
-
-def image_of(arrays: Sequence[jax.Array]) -> Image:
-    """The image of arrays of these types."""
-    return Image(arrays[0], arrays[1] if len(arrays) > 1 else None)
+    out_type = jax.ShapeDtypeStruct(shape_of(plan), jnp.int32)
+    return run_blocks(program, [x], out_type, blocks=blocks(plan), warps=WARPS, name="int4_arrange")

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.packing import steps_per_run
-from pallas_kernels.int4_matmul.wide_arrange import Image, clear, image_of, image_types
+from pallas_kernels.int4_matmul.wide_arrange import shape_of
 from pallas_kernels.int4_matmul.wide_plan import STAGE, WidePlan
 
 FEW_TOKENS = 132
@@ -173,30 +174,27 @@ def _write(w: Any, plan: NormPlan, out: Any, block: Any) -> None:
 
 def arrange_normalised(
     x: jax.Array, plan: WidePlan, norm: jax.Array, eps: float, partial: jax.Array | None = None
-) -> tuple[Image, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """y [rows, in_features], divided by the root of its mean square and times `norm` (float32), see `arrange`; and y.
 
     y is x (bfloat16), or where there is `partial` [slices, rows, in_features], of float32 or one slice of bfloat16, the
     sum of both, rounded once.
     """
     slices = 0 if partial is None else partial.shape[0]
-    own, types = NormPlan(plan), image_types(plan)
+    own = NormPlan(plan)
 
     def program(w: Any, references: Sequence[Any], block: Any) -> None:
         x_ref, norm_ref, *rest = references
-        partial_ref = rest.pop(0) if slices else None
-        images, sums = rest[: len(types)], rest[len(types) :]
-        normalise(w, own, x_ref, norm_ref, partial_ref, slices, eps, [images[0], *sums], block)
-        if plan.flags:
-            clear(w, images[1], plan.flags, 32 * own.warps, block)
+        partial_ref, outs = (rest[0], rest[1:]) if slices else (None, rest)
+        normalise(w, own, x_ref, norm_ref, partial_ref, slices, eps, outs, block)
 
-    out = run_blocks(
+    image, *total = run_blocks(
         program,
         [x, norm] if partial is None else [x, norm, partial],
-        [*types, *([jax.ShapeDtypeStruct(x.shape, x.dtype)] * bool(slices))],
+        [jax.ShapeDtypeStruct(shape_of(plan), jnp.int32), *([jax.ShapeDtypeStruct(x.shape, x.dtype)] * bool(slices))],
         blocks=own.blocks,
         warps=own.warps,
         name="int4_normalise",
         shared_floats=own.shared_bytes // 4,
     )
-    return image_of(out[: len(types)]), out[-1] if slices else x
+    return image, total[0] if slices else x

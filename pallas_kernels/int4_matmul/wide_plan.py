@@ -34,8 +34,6 @@ class WideSchedule:
 
     `turns`: the multiplying warpgroups take turns at the tensor cores, so that one unpacks while another multiplies:
     two in a stage, or one, and then a warpgroup's products of a stage are done before it unpacks the next.
-
-    `even` (with one slice): parts are of equal numbers of stages instead, see `wide_share`.
     """
 
     tokens: int = 64
@@ -46,7 +44,6 @@ class WideSchedule:
     stages: int = 4
     blocks: int = 132
     turns: int = 0
-    even: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +139,6 @@ class WidePlan:
         """Parts of the output features that a cluster computes at a time."""
         return -(-self.result_strips // (self.part_strips * self.schedule.cluster))
 
-    def first_strip(self, features: Any, rank: Any) -> Any:
-        """Of the results of a part of the features, for a block of the cluster."""
-        return (features * self.schedule.cluster + rank) * self.part_strips
-
     def strip_of(self, index: Any) -> tuple[Any, Any]:
         """Which strip of the part's results, and of the weight, a block's strip is, from the part's first one on."""
         if not self.gated:
@@ -154,29 +147,13 @@ class WidePlan:
         return strip, strip + index // 4 % 2 * self.result_strips
 
     @property
-    def tiles(self) -> int:
-        """Features and tokens that a cluster computes at a time, of the whole product."""
-        return self.feature_parts * self.token_tiles
-
-    @property
     def parts(self) -> int:
-        """Parts of the whole product that the clusters share; of an even schedule, the stages of all tiles."""
-        return self.tiles * (self.steps if self.schedule.even else self.schedule.slices)
+        """Parts of the whole product that the clusters share."""
+        return self.feature_parts * self.schedule.slices * self.token_tiles
 
     @property
     def clusters(self) -> int:
         return max(1, min(self.parts, self.schedule.blocks // self.schedule.cluster))
-
-    # What blocks of an even schedule hand on.
-    @property
-    def flags(self) -> int:
-        """Words that are zero when the kernel begins: one for each warp that multiplies."""
-        return self.clusters * self.schedule.cluster * self.consumer_warps if self.schedule.even else 0
-
-    @property
-    def handed_on(self) -> int:
-        """Numbers: what each of these warps has in registers."""
-        return self.flags * 16 * self.schedule.tiles * self.schedule.tokens
 
     @property
     def consumer_warps(self) -> int:
@@ -256,27 +233,15 @@ class WidePlan:
         return self.lines_start + self.schedule.warpgroups * self.lines_bytes
 
 
-@dataclasses.dataclass(frozen=True)
 class Part:
     """The part of the product that a block works on: some features of some tokens over some of the stages."""
 
-    token_tile: Any
-    slice: Any
-    first_strip: Any
-    """Of the results. The blocks of a cluster have neighbouring features."""
-    first_step: Any
-    count: Any
-
-    @classmethod
-    def of(cls, plan: WidePlan, index: Any, rank: Any) -> "Part":
-        """Part `index` of those that are whole slices."""
-        slices, token_tile, rest = plan.schedule.slices, index % plan.token_tiles, index // plan.token_tiles
-        slice_, first = rest % slices, plan.first_strip(rest // slices, rank)
-        step = slice_ * plan.steps // slices
-        return cls(token_tile, slice_, first, step, (slice_ + 1) * plan.steps // slices - step)
-
-    @classmethod
-    def of_tile(cls, plan: WidePlan, tile: Any, first_step: Any, count: Any, rank: Any) -> "Part":
-        """Some stages of a tile, in the only slice."""
-        first = plan.first_strip(tile // plan.token_tiles, rank)
-        return cls(tile % plan.token_tiles, tile * 0, first, first_step, count)
+    def __init__(self, plan: WidePlan, index: Any, rank: Any):
+        """The blocks of a cluster have neighbouring features."""
+        slices, cluster = plan.schedule.slices, plan.schedule.cluster
+        self.token_tile, rest = index % plan.token_tiles, index // plan.token_tiles
+        self.slice, features = rest % slices, rest // slices
+        self.first_strip = (features * cluster + rank) * plan.part_strips
+        """Of the results."""
+        self.first_step = self.slice * plan.steps // slices
+        self.count = (self.slice + 1) * plan.steps // slices - self.first_step

@@ -50,8 +50,6 @@ CLUSTERED = 57.0
 """Clocks by which a stage takes longer where blocks of a cluster wait for each other."""
 START, PART = 4800.0, 700.0
 """Clocks of a launch with its first copies, and from one part to the next."""
-EXCHANGE, EXCHANGED = 2500.0, 28.0
-"""Clocks in which a block hands on sums and another takes them, and the bytes of those in one."""
 REDUCTION, REDUCED = 1.0e-6, 3.5e12
 """Seconds of a kernel that adds slices, and the bytes that it reads in one."""
 
@@ -121,7 +119,7 @@ def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
 
     None, too, if a gate's outputs and others would not be a warpgroup's two tiles, or of several slices.
     """
-    if (plan.gated and (schedule.tiles != 2 or schedule.slices > 1)) or (schedule.even and schedule.slices > 1):
+    if plan.gated and (schedule.tiles != 2 or schedule.slices > 1):
         return None
     fitted = dataclasses.replace(plan, schedule=schedule)
     rest = schedule.warpgroups * fitted.lines_bytes
@@ -146,8 +144,6 @@ def predicted_seconds(plan: WidePlan) -> float:
         stage += CLUSTERED
     rounds, steps = -(-plan.parts // plan.clusters), -(-plan.steps // schedule.slices)
     clocks = START + rounds * (steps * stage + PART)
-    if schedule.even:
-        clocks = START + rounds * stage + 2 * PART + EXCHANGE + 4 * plan.handed_on / active / EXCHANGED
     seconds = clocks / CLOCK
     if schedule.slices > 1:
         seconds += REDUCTION + 4 * schedule.slices * plan.rows * plan.out_features / REDUCED

@@ -87,27 +87,6 @@ class WideWarp(Int4Warp):
         operands = [self._pointer(ref, offset, 2), *[word.ir for word in words], predicate.ir]
         self._emit(ptx, ",".join(["l", *["r"] * count, "b"]), *operands)
 
-    def store_four(self, ref: ir.Value, offset: Value, constant: int, values: Sequence[Value]) -> None:
-        """Four float32 to element `offset + constant`, a multiple of four."""
-        ptx = f"st.global.v4.f32 [$0 + {4 * constant}], {{$1, $2, $3, $4}};"
-        self._emit(ptx, "l,f,f,f,f", self._pointer(ref, offset, 4), *[value.ir for value in values])
-
-    def raise_flag(self, ref: ir.Value, index: Value) -> None:
-        """Sets word `index`: who sees it sees what this warp has written before."""
-        self.warp_barrier()
-        ptx = "@$2 st.release.gpu.global.b32 [$0], $1;"
-        self._emit(ptx, "l,r,b", self._pointer(ref, index, 4), self.integer(1).ir, (self.lane < 1).ir)
-
-    def wait_for_flag(self, ref: ir.Value, index: Value) -> None:
-        ptx = (
-            "{ .reg .pred raised; .reg .b32 seen; "
-            "again: ld.acquire.gpu.global.b32 seen, [$0]; setp.ne.b32 raised, seen, 0; "
-            "@raised bra ready; bra again; "
-            "ready: }"
-        )
-        self._emit(ptx, "l", self._pointer(ref, index, 4))
-        self.warp_barrier()
-
     # Copies
     def copy_or_clear(
         self, address: Value, ref: ir.Value, offset: Value, inside: Value | None, predicate: Value | None, to: int
