@@ -181,6 +181,8 @@ def arrange_normalised(
     sum of both, rounded once.
     """
     slices = 0 if partial is None else partial.shape[0]
+    if partial is not None:
+        partial = partial.astype(jnp.float32 if slices > 1 else jnp.bfloat16)  # as the kernel reads it
     own = NormPlan(plan)
 
     def program(w: Any, references: Sequence[Any], block: Any) -> None:
