@@ -4,17 +4,21 @@ import errno
 import logging
 import os
 import pathlib
+import shutil
 
 import jax
 
 from checkpoints.errors import CheckpointError
 from checkpoints.pull import cache_folder
+from jaxinfer.surrogates import not_unicode
 
 log = logging.getLogger("jaxinfer")
 
 SWITCH = "JAXINFER_COMPILATION_CACHE"
 MAX_BYTES = 4 * 2**30
 """Room for several hundred programs of a large model; the least recently used are dropped beyond it."""
+LEAST_FREE_BYTES = 64 * 2**20
+"""Of the disk, to begin with: JAX warns twice of each program that it cannot write."""
 
 
 def enable_persistent_cache() -> pathlib.Path | None:
@@ -39,10 +43,17 @@ def enable_persistent_cache() -> pathlib.Path | None:
         except CheckpointError as error:  # no home folder: a model on disk needs none
             log.warning("compiled programs are not kept: %s", error)
             return None
+        reason = not_unicode(str(folder))
+        if reason is not None:  # which XLA's options have to be
+            log.warning("compiled programs are not kept: the path %r %s", str(folder), reason)
+            return None
         try:
             # Others who can write here could have this process run their code, as JAX's documentation warns.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            reason = None if os.access(folder, os.W_OK) else os.strerror(errno.EACCES)
+            if not os.access(folder, os.W_OK):
+                reason = os.strerror(errno.EACCES)
+            elif shutil.disk_usage(folder).free < LEAST_FREE_BYTES:
+                reason = os.strerror(errno.ENOSPC)
         except OSError as error:
             reason = error.strerror
         if reason is not None:  # JAX would warn twice a program

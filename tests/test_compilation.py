@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 
 import jax
@@ -107,6 +108,19 @@ def test_cache_can_be_switched_off(fresh: pathlib.Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(SWITCH, "no")
     with pytest.raises(ValueError, match=r"^JAXINFER_COMPILATION_CACHE='no': expected on or off$"):
         enable_persistent_cache()
+
+
+def test_a_full_disk_and_a_path_that_xla_cannot_take_cost_one_warning(
+    fresh: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=1000))
+        assert enable_persistent_cache() is None
+    assert f"{fresh / 'xla'}: No space left on device; JAXINFER_CACHE chooses another folder" in caplog.text
+    monkeypatch.setenv("JAXINFER_CACHE", f"{fresh}\udcff")
+    assert enable_persistent_cache() is None
+    assert "is not Unicode: character" in caplog.text and len(caplog.records) == 2
+    assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_folder_that_cannot_be_made_costs_a_warning(fresh: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -400,6 +400,19 @@ def test_bad_requests_are_refused(arguments: dict, message: str):
         inspect.unwrap(ji.memory_plan)(FAMILIES["llama"].folder, **arguments)
 
 
+@pytest.mark.parametrize(("given", "capacity"), [("", 18 * GIB), ("0.5", 12 * GIB), ("1.5", 36 * GIB)])
+def test_the_share_of_a_gpu_is_that_of_jax(given: str, capacity: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", given)
+    assert target_for("24GiB").capacity == capacity
+
+
+@pytest.mark.parametrize("given", ["abc", "nan", "inf", "0", "-1"])
+def test_a_share_that_is_none_is_named(given: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", given)
+    with pytest.raises(ValueError, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION='{given}': expected a number above 0, such"):
+        target_for("24GiB")
+
+
 # --- How it is shown
 
 

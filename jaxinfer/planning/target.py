@@ -1,6 +1,7 @@
 """The device that a plan is for: this process's, or a GPU that is not here."""
 
 import dataclasses
+import math
 import os
 import re
 
@@ -12,8 +13,9 @@ from pallas_kernels import dispatch
 from pallas_kernels.int4_matmul import Packed, PackedInt8, int8_to_mosaic, to_kernel_layout, to_mosaic
 from pallas_kernels.int4_matmul.api import mosaic_refusal
 
+MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 JAX_FRACTION = 0.75
-"""Share of a GPU's memory that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+"""Share of a GPU's memory that JAX takes unless the environment variable `MEM_FRACTION` says otherwise."""
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -48,7 +50,7 @@ def target_for(gpu_memory: int | str | None) -> Target:
     """This process's device, or with `gpu_memory` a GPU of so many bytes (a number, or text such as "24GiB").
 
     Of a GPU, arrays get the share that JAX takes: what its allocator says here, of another GPU 75 %, or what the
-    environment variable XLA_PYTHON_CLIENT_MEM_FRACTION says. Raises ValueError for a size that is none.
+    environment variable XLA_PYTHON_CLIENT_MEM_FRACTION says. Raises ValueError for a size, or a share, that is none.
     """
     device = jax.local_devices()[0]
     here = "cpu" if device.platform == "cpu" else "gpu"
@@ -56,12 +58,24 @@ def target_for(gpu_memory: int | str | None) -> Target:
         size = parse_bytes(gpu_memory)
         if size < 1 << 20:
             raise ValueError(f"gpu_memory={gpu_memory!r} is a GPU of {size} bytes; write a size with its unit: 24GiB")
-        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or JAX_FRACTION)
+        share = _memory_fraction()
         name = f"a GPU of {shown_binary(size)}, of which JAX takes {share:.0%}"
         return Target(name, "gpu", int(share * size), here == "gpu")
     limit = (device.memory_stats() or {}).get("bytes_limit")
     name = "this CPU" if here == "cpu" else device.device_kind
     return Target(name, here, limit or free_host_bytes(), True)
+
+
+def _memory_fraction() -> float:
+    """Beyond 1 a GPU may use the host's memory too."""
+    given = os.environ.get(MEM_FRACTION) or str(JAX_FRACTION)
+    try:
+        share = float(given)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < math.inf:
+        raise ValueError(f"{MEM_FRACTION}={given!r}: expected a number above 0, such as {JAX_FRACTION}")
+    return share
 
 
 def parse_bytes(size: int | str) -> int:
