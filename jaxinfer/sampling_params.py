@@ -126,7 +126,7 @@ class SamplingParams:
         arguments = dict(values)
         bias = arguments.get("logit_bias")
         if isinstance(bias, Mapping):
-            arguments["logit_bias"] = {_parsed_id(token): value for token, value in bias.items()}
+            arguments["logit_bias"] = tuple((_parsed_id(token), value) for token, value in bias.items())
         return cls(**arguments)
 
     def validate_for(self, num_tokens: int) -> None:
@@ -203,8 +203,8 @@ def _token_ids(name: str, ids: object) -> tuple[int, ...]:
 
 
 def _listed(values: object) -> tuple[Any, ...] | None:
-    """What `values` holds; None if it holds nothing, as arrays of no dimension do not, though they can be iterated."""
-    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
+    """What `values` holds; None for mappings, and for arrays of no dimension, which look iterable."""
+    if not isinstance(values, Iterable) or isinstance(values, Mapping) or getattr(values, "ndim", 1) == 0:
         return None
     return tuple(values)
 

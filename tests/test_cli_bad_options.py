@@ -61,6 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
             "score {model} --pairs-file {out}/latin1",
             "latin1 is not UTF-8 (invalid continuation byte at byte 0)",
         ),
+        ("score {model} --pairs-file /dev/null", "/dev/null holds no pairs; give one JSON object a line"),
         ("score {model} --pairs-file {out}/deep", "deep line 1 is not JSON: maximum recursion depth"),
         ("spec-bench {model} --prompts-file {out}/latin1", "latin1 is not UTF-8"),
         ("perplexity {model} {out}/latin1", "latin1 is not UTF-8"),

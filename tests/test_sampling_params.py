@@ -88,9 +88,11 @@ def test_a_field_cannot_be_assigned():
         ("stop", [""], "non-empty strings only"),
         ("stop", ["a", 3], "non-empty strings only"),
         ("stop", 3, "a string or a sequence of strings"),
+        ("stop", {"a": 1}, "a string or a sequence of strings"),
         ("stop_token_ids", [-1], "an integer of at least 0"),
         ("stop_token_ids", "12", "a sequence of token ids"),
         ("stop_token_ids", 12, "a sequence of token ids"),
+        ("stop_token_ids", {12: 1}, "a sequence of token ids"),
         ("ignore_eos", 1, "True or False"),
         ("include_stop_str_in_output", None, "True or False"),
         ("skip_special_tokens", "yes", "True or False"),
@@ -143,6 +145,14 @@ def test_from_dict_reads_json():
     assert SamplingParams.from_dict(json.loads(text)) == expected
     with pytest.raises(ValueError, match="logit_bias is 'AI'"):
         SamplingParams.from_dict({"logit_bias": {"AI": 1.0}})
+    with pytest.raises(ValueError, match="each token id once"):
+        SamplingParams.from_dict({"logit_bias": {"1": 1.0, "01": 2.0}})
+
+
+@pytest.mark.parametrize("string", ["\ud800", "a\udcff"])
+def test_a_stop_string_that_no_text_can_hold_is_refused(string):
+    with pytest.raises(ValueError, match=r"^stop: .* is not Unicode: character [01] is"):
+        SamplingParams(stop=["end", string])
 
 
 @pytest.mark.parametrize("token", [191222, 129280])

@@ -22,6 +22,8 @@ def run(options: argparse.Namespace) -> int:
         pairs: list[tuple[Prompt, Prompt]] = [(options.prompt or "", text) for text in options.continuation]
     else:
         pairs = list(_pairs(options.pairs_file))
+        if not pairs:
+            raise ValueError(f"{shown_name(options.pairs_file)} holds no pairs; give one JSON object a line")
     progress = not options.quiet
     model = load(options.model, **loading(options), progress=progress)
     scores = score(model, [prompt for prompt, _ in pairs], [text for _, text in pairs], progress=progress)
