@@ -40,8 +40,7 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
     tokens, rows = NewTokens(w, plan, args, place), NewRows(w, plan, args, place)
     rows.read_pages(length, (position > -1) & (split < 1) & (row_block < 1))
     buffers = [tiles.reader(j, pages[j]).both() for j in range(attention.depth)]
-    # A branch that is always taken: without it ptxas puts the arithmetic before the reads that it should run beside.
-    w.when(position > -2, [], tokens.stage)
+    tokens.stage()
     w.block_barrier()
     rows.write()
     for j, page in enumerate(further):

@@ -160,16 +160,14 @@ class NewTokens:
         valid = piece < self.pieces
         return tuple(self.w.load_floats(x, piece * 4, 4, valid) for x in (self.args.q_norm, self.args.k_norm))
 
-    def stage(self) -> tuple[Any, ...]:
-        """Normalises and rotates, rounding to bfloat16 after each, and writes the results to shared memory; returns
-        nothing, as `Warp.when` wants it.
+    def stage(self) -> None:
+        """Normalises and rotates, rounding to bfloat16 after each, and writes the results to shared memory.
 
         Query rows that do not exist keep what was there: their sums are never written.
         """
         for turn, firsts in enumerate(self.turns):
             for head in [self._read(first) for first in firsts] if turn else self.first_turn:
                 self._stage_head(head)
-        return ()
 
     def _stage_head(self, head: Head) -> None:
         if self.plan.norm_eps is not None:
