@@ -219,18 +219,20 @@ def dtype_with_copy(dtype: jnp.dtype | type | str | None, prefill_dtype: jnp.dty
 
     Raises ValueError for two, as activations and cache are the same for prompts and decoding.
     """
-    found = weights_dtype_for(prefill_dtype if dtype is None else dtype)
-    if prefill_dtype is not None and weights_dtype_for(prefill_dtype) != found:
+    copied = None if prefill_dtype is None else weights_dtype_for(prefill_dtype, "prefill_dtype")
+    found = copied if copied is not None and dtype is None else weights_dtype_for(dtype)
+    if copied not in (None, found):
         raise ValueError(f"prefill_dtype={prefill_dtype!r} and dtype={dtype!r}: they have to agree; leave dtype out")
     return found
 
 
-def weights_dtype_for(dtype: jnp.dtype | type | str | None) -> jnp.dtype:
-    """The dtype that `load` gives weights when asked for `dtype`. Raises ValueError for one they cannot have."""
+def weights_dtype_for(dtype: jnp.dtype | type | str | None, name: str = "dtype") -> jnp.dtype:
+    """The dtype that `load` gives weights when asked for `dtype`. Raises ValueError for one they cannot have; `name` is
+    what it calls the argument."""
     if dtype is None:
         return default_dtype()
     with contextlib.suppress(TypeError, ValueError):  # NumPy has both for text that is no type
         resolved = jnp.dtype(dtype)
         if resolved in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
             return resolved
-    raise ValueError(f"dtype={dtype!r}: weights can be float32, bfloat16 or float16")
+    raise ValueError(f"{name}={dtype!r}: weights can be float32, bfloat16 or float16")

@@ -92,6 +92,8 @@ def test_what_makes_no_sense_is_refused_or_said(
 ) -> None:
     with pytest.raises(ValueError, match="prefill_dtype='bfloat16' and dtype='float32': they have to agree"):
         ji.load(FOLDER, dtype="float32", quantize="int4", prefill_dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"^prefill_dtype='int8': weights can be float32"):
+        ji.load(FOLDER, quantize="int4", prefill_dtype="int8")
     assert ji.load(FOLDER, prefill_dtype="float32").prefill_params is None
     assert "no weight is packed: prefill_dtype=float32 is the dtype of all, and no copy is kept" in caplog.text
     packed = ji.load(FOLDER, quantize="int4")

@@ -32,6 +32,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.generation import _groups, generate, requests_for, stream
 from jaxinfer.model import Model, load
 from jaxinfer.params import least_bytes, num_parameters
+from jaxinfer.quantization.api import quantize
 from jaxinfer.request import encode_prompt, list_prompts, per_prompt
 from jaxinfer.sampling_logprobs import logprob_tables, token_logprobs
 from jaxinfer.sampling_params import SamplingParams
@@ -84,6 +85,7 @@ def test_wrong_types_of_texts_ids_and_messages_are_one_line():
         (lambda: per_prompt(scalar, 1), "params is Array.*; expected a SamplingParams or a list"),
         (lambda: token_ids(ABC, np.float32(1.5), "the text"), "the text is np.float32.*; expected text or a list of"),
         (lambda: inspect.unwrap(Engine.__init__)(object.__new__(Engine), ABC, {}), "config={}; expected a jaxinfer.En"),
+        (lambda: quantize(ABC, "int5"), "plan='int5': expected int4, .*, or the path of a .toml file"),
         (lambda: inspect.unwrap(perplexity)(ABC, [0, 1, 2], stride=True), "stride=True; expected an integer from 1"),
         (lambda: inspect.unwrap(generate)(ABC, [0], GREEDY, max_batch_size=True), "max_batch_size=True; expected an"),
     ):

@@ -78,7 +78,7 @@ def quantize(
     Raises FileExistsError for an `out` that exists, and ValueError for a plan that does not fit the model, or that
     names weights which are packed already.
     """
-    plan = resolve(plan)
+    plan = resolve(plan, "plan=")
     if out is not None:
         return _into_store(model_or_path, plan, calibration, promote_above, pathlib.Path(out), dtype, progress)
     if plan.needs_calibration or promote_above is not None or calibration is not None:
@@ -164,7 +164,7 @@ def write_quantized(
 
     Returns the report of a calibrated method, None of the others.
     """
-    plan = resolve(plan)
+    plan = resolve(plan, "plan=")
     if not (plan.needs_calibration or promote_above is not None or calibration is not None):
         create(path_or_name, out, dtype=dtype, plan=plan, progress=progress)
         return None
