@@ -280,6 +280,7 @@ def test_a_quantised_checkpoint_can_be_quantised_anew(tmp_path: pathlib.Path, ca
     assert not caplog.records
     quantize(case.quantized, "int4", calibration=windows, out=tmp_path / "store", progress=False)
     assert f"7 of 7 {said}" in caplog.text
+    assert "quality is not measured" not in caplog.text
     caplog.clear()
     quantize(tmp_path / "store", Plan((Rule(("*.o_proj",), Precision()),)), dtype="float32", progress=False)
     assert "1 of 1 weights to be quantised are codes already (int4, groups of 64)" in caplog.text

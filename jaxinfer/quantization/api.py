@@ -73,7 +73,7 @@ def quantize(
     scales.
 
     `out` writes a store (`jaxinfer.store`) and returns the model of it; from a path it never holds more than a layer.
-    What is not packed there is bfloat16, unless `dtype` is another.
+    What is not packed there is bfloat16, unless `dtype` is another. A store of unknown quality is made with a warning.
 
     Raises FileExistsError for an `out` that exists, and ValueError for a plan that does not fit the model, or that
     names weights which are packed already.

@@ -18,10 +18,9 @@ from pallas_kernels.int4_matmul.plan import PART, Schedule
 from pallas_kernels.int4_matmul.rows import KINDS
 
 Backend = Literal["mosaic", "reference"]
-ROWS_AT_ONCE = 64
+MOST_ROWS = 64
 """Of x in the kernel's registers."""
-MOST_ROWS = 2 * ROWS_AT_ONCE
-TAKEN = {True: range(2, 65), False: range(0)}
+TAKEN = {True: range(2, MOST_ROWS + 1), False: range(0)}
 """With how many rows it is taken unless another is asked for, by whether there are blocks: what has not been measured
 is not. For one row XLA's reduction over the weight's rows is as fast.
 
@@ -102,21 +101,11 @@ def byte_matmul(
     flat = x.reshape(rows, in_features)
     if choices[0].taken:
         weight = ByteRows(codes, scales.reshape(expected), None, (out_features, in_features), steps[1])
-        out = jnp.concatenate([_mosaic(rows_of_x, weight, dtype) for rows_of_x in pieces_of(flat)])
+        schedule = schedule_for(rows, weight, jax.devices()[0].device_kind)
+        out = mosaic.int4_matmul(dispatch.in_memory(flat), weight, schedule=schedule, out_dtype=dtype)
     else:
         out = reference.byte_matmul(flat, codes, scales, block=block, out_dtype=dtype)
     return out.reshape(*x.shape[:-1], out_features)
-
-
-def pieces_of(x: Float[Array, "rows in"]) -> list[Float[Array, "_ in"]]:
-    """As few pieces as the kernel takes at once, of about as many rows each."""
-    count = -(-x.shape[0] // ROWS_AT_ONCE)
-    return jnp.array_split(x, count)
-
-
-def _mosaic(x: Float[Array, "rows in"], weight: ByteRows, out_dtype: jnp.dtype) -> Float[Array, "rows out"]:
-    schedule = schedule_for(x.shape[0], weight, jax.devices()[0].device_kind)
-    return mosaic.int4_matmul(dispatch.in_memory(x), weight, schedule=schedule, out_dtype=out_dtype)
 
 
 def schedule_for(rows: int, weight: ByteRows, device_kind: str) -> Schedule:
