@@ -157,9 +157,10 @@ def test_a_fused_product_needs_all_inputs_in_one_block(monkeypatch: pytest.Monke
     small = to_mosaic(make(72, 256, 128, "symmetric")[0])
     x = jnp.zeros((1, 256), jnp.bfloat16)
     assert fused_refusal(x, small, norm_eps=EPS) is None
-    assert (
-        fused_refusal(x, small, gated=True) == "gate and other half need a multiple of 16 outputs each, not 72 together"
-    )
+    for outputs in (72, 16):  # of 16 there is not one strip of results
+        halves = dataclasses.replace(small, shape=(outputs, 256))
+        refusal = f"gate and other half need a multiple of 16 outputs each, not {outputs} together"
+        assert fused_refusal(x, halves, gated=True) == refusal
     many = jnp.zeros((9, 256), jnp.bfloat16)
     assert fused_refusal(many, small, residual=True) == "with a gate or a residual it is for up to 8 rows"
 
@@ -215,6 +216,8 @@ def test_small_weights_take_blocks_that_fetch_all_at_once(rows: int, shape: tupl
     assert not tuning.plan_for(17, weight, fusion=fusion).schedule.once
     two_by_two = dataclasses.replace(weight, shape=(3072, 2048))
     assert [tuning.plan_for(rows, two_by_two).schedule.once for rows in (8, 9)] == [True, False]
+    wide = dataclasses.replace(weight, shape=(2048, 3072))  # twelve warps a block: two have no room
+    assert [tuning.plan_for(rows, wide, kind).schedule.once for kind in tuning.MULTIPROCESSORS] == [True] * 3 + [False]
 
 
 @pytest.mark.gpu

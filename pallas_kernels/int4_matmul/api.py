@@ -160,11 +160,11 @@ def fused_refusal(
     for choice in choices:
         if choice.taken and choice.backend != "mosaic":
             return f"the {choice.backend} backend has no fused product"
+    if gated and w.shape[0] % (2 * STRIP):
+        return f"gate and other half need a multiple of {STRIP} outputs each, not {w.shape[0]} together"
     plan = _fused_plan(rows, w, Fusion(norm_eps, gated, residual))
     if plan is None:
         return _wide_refusal(rows, w, Fusion(norm_eps, gated, residual))
-    if gated and w.shape[0] % (2 * STRIP):
-        return f"gate and other half need a multiple of {STRIP} outputs each, not {w.shape[0]} together"
     return f"{w.shape[1]} inputs are more than a block has" if plan.slices > 1 else None
 
 

@@ -64,7 +64,7 @@ def once_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion
     unit, parts = 2 if fusion.gated else 1, 1 if weight.shape[1] <= 8 * PART else 2
     warps, strips = weight.shape[1] // (parts * PART), -(-weight.shape[0] // (unit * STRIP))
     # Two blocks of 256 threads have room where they take at most 128 registers each: not 256 inputs of so many tokens.
-    resident = 1 if parts > 1 and rows > DIGITS_MAX_ROWS else 2
+    resident = 1 if warps > 8 or (parts > 1 and rows > DIGITS_MAX_ROWS) else 2
     if not 4 <= warps <= ONCE_WARPS or warps % 4 or strips > resident * MULTIPROCESSORS.get(device_kind, 132):
         return None
     schedule = Schedule(warps, parts, unit, unit, strips, once=True)
