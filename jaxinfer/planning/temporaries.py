@@ -109,7 +109,13 @@ def _layer_widths(config: ModelConfig, layer: LayerParams, tokens: int, dtype: j
     rope = 2 * config.head_dim
     widths = [rope + 3 * hidden + (2 * sums if isinstance(layer.qkv, ScaledCodes) else 2) * qkv]
     if _is_gated_block(config, layer, tokens):
-        return [*widths, rope + 3 * hidden + ff]
+        # The weights of qkv and o, decoded for cuBLAS. What heads have norms for waits until the layer's end.
+        decoded = qkv * hidden + config.num_heads * config.head_dim * hidden if tokens >= DEQUANTIZED_ROWS else 0
+        normed = config.qk_norm != "none"
+        waiting = qkv if normed else hidden if decoded else 0
+        if normed:
+            widths[0] += config.num_heads * config.head_dim + decoded // tokens
+        return [*widths, rope + 2 * hidden + ff + waiting + decoded // tokens]
     if isinstance(layer.gate_up, ScaledCodes):
         return [*widths, rope + 3 * hidden + (1 + 2 * sums) * ff]
     widths.append(
