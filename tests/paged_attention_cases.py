@@ -42,8 +42,6 @@ class Case:
     warps: int | None = None
     depth: int | None = None
     most_halves: int | None = None
-    early: bool | None = None
-    ahead: int | None = None
 
     @property
     def batch(self) -> int:
@@ -66,7 +64,7 @@ class Case:
             kv=self.kv,
             **{name: getattr(self, name) for name in names},
         )
-        schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth", "most_halves", "early", "ahead")}
+        schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth", "most_halves")}
         return dataclasses.replace(plan, **{name: value for name, value in schedule.items() if value is not None})
 
     def decode_plan(self) -> decode_mosaic.DecodePlan:
@@ -274,34 +272,17 @@ def first_places(case: Case) -> np.ndarray:
     return np.array([length - case.tokens if length else -1 for length in case.lengths], np.int32)
 
 
-def simulate_decode(
-    case: Case, arrays: Arrays, lse: np.ndarray | None = None, asked: list[int] | None = None
-) -> tuple[np.ndarray, ...]:
+def simulate_decode(case: Case, arrays: Arrays, lse: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
     """Runs `decode_mosaic.decode` in NumPy; returns output and the pools (and scales), which it wrote in copies.
 
-    Fills `lse`, float32 [batch * tokens * q_heads], if it is given. With `asked`, the layer after this one has pools,
-    and what is asked for there (bytes of the keys' pool) is appended.
+    Fills `lse`, float32 [batch * tokens * q_heads], if it is given.
     """
-    next_pools = _pools([pool.copy() for pool in arrays.pools]) if asked is not None else None
-    plan, pools = case.decode_plan(), [pool.copy() for pool in arrays.pools]
+    plan = case.decode_plan()
     out = np.full((case.batch, case.tokens, case.q_heads * case.head_dim), np.nan, BF16)
-    args = decode_arguments(case, arrays, pools, Outputs(_bytes(out), lse, arrays.sinks), next_pools)
-
-    def program(w: SimulatedWarp, *indices: np.ndarray) -> None:
-        decode_mosaic.decode(w, plan, args, *indices)
-        if asked is not None and next_pools is not None:
-            asked.extend(int(x) for pool, places in w.prefetched if pool is next_pools.k_pages for x in places)
-
-    _run_grid(plan.attention, plan.smem_bytes, program)
-    return out, *pools
-
-
-def decode_arguments(
-    case: Case, arrays: Arrays, pools: list[np.ndarray], outputs: Outputs, next_pools: Pools | None = None
-) -> decode_mosaic.Arguments:
+    pools = [pool.copy() for pool in arrays.pools]
     cos, sin = (None, None) if arrays.rope is None else [x.reshape(-1) for x in arrays.rope]
     q_norm, k_norm = arrays.norms or (None, None)
-    return decode_mosaic.Arguments(
+    args = decode_mosaic.Arguments(
         _bytes(arrays.qkv),
         _pools(pools),
         arrays.page_table.reshape(-1),
@@ -310,9 +291,10 @@ def decode_arguments(
         sin=sin,
         q_norm=q_norm,
         k_norm=k_norm,
-        outputs=outputs,
-        next_pools=next_pools,
+        outputs=Outputs(_bytes(out), lse, arrays.sinks),
     )
+    _run_grid(plan.attention, plan.smem_bytes, lambda w, *indices: decode_mosaic.decode(w, plan, args, *indices))
+    return out, *pools
 
 
 def lower_for_cuda(function: Any, *arguments: Any) -> str:

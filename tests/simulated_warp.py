@@ -37,7 +37,6 @@ class SimulatedWarp:
         self.warp = np.full(32, warp, np.int32)
         self.lane = LANE
         self.thread = LANE + 32 * self.warp
-        self.prefetched: list[tuple[np.ndarray, np.ndarray]] = []
 
     def const(self, value: float, kind: str = "f32") -> np.ndarray:
         return np.full(32, value, KINDS[kind])
@@ -127,11 +126,6 @@ class SimulatedWarp:
     def shuffle_xor(self, x: np.ndarray, mask: int) -> np.ndarray:
         return x[LANE ^ mask]
 
-    either = staticmethod(np.logical_or)
-
-    def anywhere(self, x: np.ndarray) -> np.ndarray:
-        return np.full(32, x.any())
-
     def shuffle(self, x: np.ndarray, source_lane: np.ndarray) -> np.ndarray:
         return x[source_lane]
 
@@ -163,10 +157,10 @@ class SimulatedWarp:
         self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray
     ) -> tuple[np.ndarray, ...]:
         """`ref` is the bytes of bfloat16 elements."""
-        return self.load_bytes(ref, 2 * offset, 4 * count, predicate, 0, True)
+        return self.load_bytes(ref, 2 * offset, 4 * count, predicate, 0)
 
     def load_bytes(
-        self, ref: np.ndarray, offset: np.ndarray, size: int, predicate: np.ndarray, constant: int, zero: bool
+        self, ref: np.ndarray, offset: np.ndarray, size: int, predicate: np.ndarray, constant: int
     ) -> tuple[np.ndarray, ...]:
         """`ref` is a flat array of bytes."""
         offset = np.where(predicate, offset + constant, 0).astype(np.int64)
@@ -174,8 +168,7 @@ class SimulatedWarp:
         assert (offset >= 0).all()
         assert (offset + size <= ref.size).all(), "read past the end of an array"
         got = np.zeros((32, max(size, 4)), np.uint8)
-        # Bytes of 255 are NaN or the largest codes: nobody may see them.
-        got[:, :size] = np.where(predicate[:, None], ref[offset[:, None] + np.arange(size)], 0 if zero else 255)
+        got[:, :size] = np.where(predicate[:, None], ref[offset[:, None] + np.arange(size)], 0)
         return tuple(got.view(np.int32)[:, i] for i in range(max(1, size // 4)))
 
     def load_scale(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray, constant: int) -> np.ndarray:
@@ -183,13 +176,6 @@ class SimulatedWarp:
 
     def load_i32(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> np.ndarray:
         return self._load(ref, offset, 1, predicate)[0]
-
-    def peek_i32(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> np.ndarray:
-        return self.load_i32(ref, offset, predicate)
-
-    def prefetch(self, ref: np.ndarray, offset: np.ndarray, predicate: np.ndarray) -> None:
-        assert (offset[predicate] >= 0).all() and (offset[predicate] < ref.size).all(), "no place in the array"
-        self.prefetched.append((ref, offset[predicate]))
 
     def load_floats(
         self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray

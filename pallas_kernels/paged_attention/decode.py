@@ -34,7 +34,6 @@ def decode_attention(
     k_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     v_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     return_lse: bool = False,
-    next_pages: tuple[Shaped[Array, "..."], Shaped[Array, "..."]] | None = None,
     backend: Literal["mosaic", "triton", "reference"] | None = None,
     explain: bool = False,
 ) -> Any:
@@ -59,9 +58,6 @@ def decode_attention(
       q_norm, k_norm: RMSNorm weights of the query and key heads (before the rotation), both or neither.
       norm_eps: added to the mean square.
       window, softcap, sinks, k_scales, v_scales, backend, explain: as in `paged_attention`.
-      next_pages: keys' and values' pools of the layer after this one, with the same pages of a row. Its attention then
-        finds them in the L2 cache, if they and the weights between have room there. Changes no result; a hint that
-        only the Mosaic kernel takes.
       return_lse: also return the float32 log-sum-exp [batch, tokens, num_q_heads], as `paged_attention` does.
 
     Returns:
@@ -74,9 +70,6 @@ def decode_attention(
     head_dim = _head_dim(qkv, k_pages, num_q_heads)
     kv = check_pools("decode_attention", qkv.dtype, head_dim, k_pages, v_pages, k_scales, v_scales)
     _validate_rows(qkv, page_table, positions, cos, sin, head_dim)
-    if next_pages is not None and any(x.shape != k_pages.shape or x.dtype != k_pages.dtype for x in next_pages):
-        got = ", ".join(f"{x.dtype}{x.shape}" for x in next_pages)
-        raise ValueError(f"next_pages are {got}; they need {k_pages.dtype}{k_pages.shape}, as this layer's pools")
     _validate_options(q_norm, k_norm, sinks, num_q_heads, head_dim, window, softcap)
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     _, kv_heads, page_size, _ = k_pages.shape
@@ -125,7 +118,7 @@ def decode_attention(
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     qkv, page_table, positions, rope, norms = dispatch.in_memory((qkv, page_table, positions, rope, norms))
     arrays = (qkv, k_pages, v_pages, page_table, positions, rope, norms)
-    return decode_mosaic.decode_attention(*arrays, sinks, scales, next_pages, plan=plan, return_lse=return_lse)
+    return decode_mosaic.decode_attention(*arrays, sinks, scales, plan=plan, return_lse=return_lse)
 
 
 def _head_dim(qkv: jax.Array, k_pages: jax.Array, num_q_heads: int) -> int:

@@ -5,7 +5,6 @@ from typing import Any
 
 from pallas_kernels.paged_attention.plan import TASK_BYTES, Plan
 from pallas_kernels.paged_attention.softmax import LOG2_E
-from pallas_kernels.paged_attention.tiles import clamp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +83,11 @@ def merge(w: Any, plan: Plan, outputs: Outputs, place: Place, split: Any) -> Non
             statistics = w.shared_load(slot * 8 + plan.inbox_start, 2, "f32")
             parts.append((statistics, w.shared_load(slot * 16 + inbox_sums, 4, "f32")))
         finish(w, plan, outputs, place, clamp(w, task, plan.tasks), combine(w, parts), valid)
+
+
+def clamp(w: Any, index: Any, limit: int) -> Any:
+    last = w.const(limit - 1, "i32")
+    return w.select(index < limit, index, last)
 
 
 def combine(w: Any, parts: list[tuple[Any, Any]]) -> tuple[Any, Any, Any]:

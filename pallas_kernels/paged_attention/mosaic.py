@@ -47,7 +47,7 @@ def attend(w: Any, plan: Plan, args: Arguments, row: Any, kv_head: Any, row_bloc
     first_query = length - plan.tokens
     tiles = Tiles(w, plan, args.pools, args.page_table, row, kv_head, length, first_query, split)
     # Start the first tiles' reads, then bring the queries in while they fly.
-    buffers = [tiles.reader(j, tiles.page(w.const(j, "i32"))).both() for j in range(plan.depth)]
+    buffers = [tiles.read(j, tiles.page(w.const(j, "i32"))) for j in range(plan.depth)]
     stage_queries(w, plan, args.q, place)
     w.block_barrier()
     softmax = Softmax(w, plan, first_query, place.first_row)
@@ -126,31 +126,22 @@ def launch(
     out_type: list[jax.ShapeDtypeStruct],
     smem_bytes: int,
     name: str,
-    early: Callable[..., None] | None = None,
 ) -> Any:
-    """Runs `program(warp, inputs, outputs, row, kv_head, row_block, split)` in every warp of the plan's grid.
-
-    `early` is run before it, while the kernel before this one may still write.
-    """
+    """Runs `program(warp, inputs, outputs, row, kv_head, row_block, split)` in every warp of the plan's grid."""
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
-        def emit(program: Callable[..., None]) -> None:
-            @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar, scalar))
-            def inline(ctx: Any, *values: Any) -> None:
-                del ctx
-                *arrays, smem = values[: len(refs)]
-                w = Warp(smem)
-                indices = [w.scalar(x) for x in values[len(refs) :]]
-                split = w.block_in_cluster() if plan.splits > 1 else w.const(0, "i32")
-                program(w, arrays[: len(operands)], arrays[len(operands) :], *indices, split)
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar, scalar, scalar))
+        def emit(ctx: Any, *values: Any) -> None:
+            del ctx
+            *arrays, smem = values[: len(refs)]
+            w = Warp(smem)
+            indices = [w.scalar(x) for x in values[len(refs) :]]
+            program(w, arrays[: len(operands)], arrays[len(operands) :], *indices)
 
-            inline(*refs, *[jax.lax.axis_index(name) for name in ("row", "kv_head", "row_block")])
-
-        if early is not None:
-            emit(early)
         take_turn()
-        emit(program)
+        split = jax.lax.axis_index("split") if plan.splits > 1 else jnp.int32(0)
+        emit(*refs, *[jax.lax.axis_index(name) for name in ("row", "kv_head", "row_block")], split)
 
     cluster = {"cluster": (plan.splits,), "cluster_names": ("split",)} if plan.splits > 1 else {}
     threads = {"num_threads": plan.warps // 4, "thread_name": "warpgroup"} if plan.warps > 4 else {}

@@ -3,10 +3,10 @@
 from typing import Any
 
 from pallas_kernels.paged_attention.fragments import code_pairs
-from pallas_kernels.paged_attention.merge import Place
+from pallas_kernels.paged_attention.merge import Place, clamp
 from pallas_kernels.paged_attention.new_token import Arguments, DecodePlan
 from pallas_kernels.paged_attention.softmax import Softmax
-from pallas_kernels.paged_attention.tiles import VALUE_STEPS, clamp
+from pallas_kernels.paged_attention.tiles import VALUE_STEPS
 
 
 class NewRows:
@@ -66,8 +66,8 @@ class NewRows:
     def _scale(self, row: Any) -> Any:
         return self.w.shared_load(row * 4 + self.plan.scales_start, 1, "f32")[0]
 
-    def tile(self) -> tuple[Any, Any]:
-        """The new tokens as a tile of 16 keys, as `Reader.both` gives one. Keys past the last, which no query sees, are
+    def tile(self) -> tuple[Any, Any, Any, Any]:
+        """The new tokens as a tile of 16 keys, as `Tiles.read` gives one. Keys past the last, which no query sees, are
         the last once more."""
         w, attention = self.w, self.plan.attention
         group, quad = w.lane // 4, w.lane % 4
@@ -81,9 +81,9 @@ class NewRows:
         keys = [words(row(0, group + step), attention.key_chunks, quad) for step in (0, 8)]
         values = [words(row(1, quad * 2 + step), attention.value_chunks, group) for step in VALUE_STEPS]
         if not attention.quantised:
-            return (keys, []), (values, [])
+            return keys, values, [], []
         k_scales, v_scales = ([self._scale(row(kind, quad * 2 + step)) for step in VALUE_STEPS] for kind in (0, 1))
-        return (keys, k_scales), (values, v_scales)
+        return keys, values, k_scales, v_scales
 
     def _bytes(self, row: Any, start: int, size: int, lane: Any) -> Any:
         """`size` bytes of a row from start + size * lane on, as words; two bytes are the lower half of one."""

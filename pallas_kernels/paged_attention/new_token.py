@@ -47,7 +47,6 @@ class Arguments:
     q_norm: Any
     k_norm: Any
     outputs: Outputs
-    next_pools: Pools | None = None
 
 
 @dataclasses.dataclass

@@ -36,8 +36,7 @@ class Plan:
 
     `kv` is what pages hold: bfloat16, or a format of `formats.py`. `splits` blocks of `warps` warps share one
     (sequence, KV head, block of query rows); each warp keeps `depth` tiles of 16 keys in flight. `most_halves` limits
-    the rows of a block, in units of 8, below what fits in registers. `early` asks for the first tiles before the
-    kernel's turn has come; `ahead` tiles behind the first are brought into the L2 cache at the start.
+    the rows of a block, in units of 8, below what fits in registers.
     """
 
     batch: int
@@ -56,8 +55,6 @@ class Plan:
     warps: int = 8
     depth: int = 2
     most_halves: int | None = None
-    early: bool = False
-    ahead: int = 0
 
     @property
     def group(self) -> int:
@@ -150,7 +147,7 @@ class Plan:
     # Merging: a task is four elements of one query row; each block of a cluster finishes `share` of them.
     @property
     def tasks(self) -> int:
-        return min(self.rows, self.block_rows) * self.head_dim // 4
+        return self.block_rows * self.head_dim // 4
 
     @property
     def share(self) -> int:

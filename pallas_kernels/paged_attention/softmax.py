@@ -16,8 +16,6 @@ multiplies its logits. A value's goes into the exponent: weights are exp2(logit 
 is always near the top of float16's range, whatever the scales are, and the sum divides it out again.
 """
 
-import functools
-import itertools
 import math
 from typing import Any
 
@@ -26,15 +24,13 @@ import jax
 from pallas_kernels.paged_attention.formats import SMALLEST_SCALE
 from pallas_kernels.paged_attention.fragments import key_fragments, value_fragments
 from pallas_kernels.paged_attention.plan import Plan
-from pallas_kernels.paged_attention.tiles import Reader, Tiles
+from pallas_kernels.paged_attention.tiles import Tiles
 
 LOG2_E = math.log2(math.e)
 # The running maximum starts here and not at -inf, so that a row with no visible key yet never computes inf - inf.
 LOWEST = -1e30
 # float16 weights go up to 2**HEADROOM: full precision down to 2**-22 of the largest, gone below 2**-33.
 HEADROOM = 8
-# bfloat16 weights may be that many powers of two more than 1.
-SLACK = 8
 
 
 class Softmax:
@@ -50,7 +46,6 @@ class Softmax:
         the query's own."""
         self.w, self.plan = w, plan
         self.headroom = HEADROOM if plan.quantised else 0
-        self.slack = 0 if plan.quantised else SLACK
         self.group, self.quad = w.lane // 4, w.lane % 4
         tokens = [(first_row + self.group + 8 * half) // plan.group for half in range(plan.halves)]
         self.positions = [position + token for token in tokens]
@@ -76,49 +71,30 @@ class Softmax:
             buffers, pages = list(buffers), list(pages)
             for j in range(plan.depth):
                 here = i * plan.depth + j
-                ahead = here + plan.depth
-                arguments = (state, buffers[j], tiles.first_key(here), self.last_keys, tiles.reader(ahead, pages[j]))
                 if j == 0:
-                    state, buffers[j] = self.update(*arguments)
+                    state = self.update(state, buffers[j], tiles.first_key(here), self.last_keys)
                 else:
-                    flat, pair = jax.tree.flatten((state, buffers[j]))
-                    update = functools.partial(self.update, *arguments)
-                    flat = w.when(here < tiles.count, flat, lambda update=update: jax.tree.leaves(update()))
-                    state, buffers[j] = jax.tree.unflatten(pair, flat)
+                    state = self.update_if(here < tiles.count, state, buffers[j], tiles.first_key(here))
+                ahead = here + plan.depth
+                buffers[j] = tiles.read(ahead, pages[j])
                 pages[j] = tiles.page(ahead + plan.depth)
-            return jax.tree.leaves((state, buffers, pages))
+            return jax.tree.flatten((state, buffers, pages))[0]
 
         carry = w.loop((tiles.count + (plan.depth - 1)) // plan.depth, carry, body)
         return jax.tree.unflatten(structure, carry)[0]
 
-    def update(
-        self, state: Any, buffer: Any, first_key: Any, last_keys: list[Any], reader: Reader | None = None
-    ) -> tuple[Any, Any]:
-        """The state after one more tile, the first key of which is at `first_key`; rows see up to their last key.
+    def update_if(self, condition: Any, state: Any, buffer: Any, first_key: Any) -> Any:
+        flat, structure = jax.tree.flatten(state)
+        updated = self.w.when(
+            condition, flat, lambda: jax.tree.flatten(self.update(state, buffer, first_key, self.last_keys))[0]
+        )
+        return jax.tree.unflatten(structure, updated)
 
-        Also the words of another tile: keys are asked for as soon as this tile's are used up, and so are values.
-        """
+    def update(self, state: Any, buffer: Any, first_key: Any, last_keys: list[Any]) -> Any:
+        """The state after one more tile, the first key of which is at `first_key`; rows see up to their last key."""
         w, plan = self.w, self.plan
-        (keys, k_scales), (values, v_scales) = buffer
-        scores = self.scores(keys)
-        next_keys = reader.keys(zero=False) if reader else None
-        state, weights = self.weigh(state, scores, (k_scales, v_scales), first_key, last_keys)
-        maxima, sums, outs = state
-        outs = [list(of_half) for of_half in outs]
-        for m_tile, a in value_fragments(w, plan, values):
-            for half in range(plan.halves):
-                outs[half][m_tile] = w.mma(outs[half][m_tile], a, weights[half], self.kind)
-        return (maxima, sums, outs), (next_keys, reader.values() if reader else None)
-
-    def weigh(self, state: Any, scores: Any, scales: Any, first_key: Any, last_keys: list[Any]) -> tuple[Any, Any]:
-        """The state with a tile's weights in its sums, ready for its values; the weights, as fragments by half.
-
-        A row's weights count from a reference that follows its maximum when that is `slack` powers of two away, so
-        that what has been added up is seldom multiplied.
-        """
-        w, plan = self.w, self.plan
-        k_scales, v_scales = scales
-        references, sums, outs = state
+        keys, values, k_scales, v_scales = buffer
+        maxima, sums, outs = (list(part) for part in state)
         if plan.quantised:
             # A row without scale was never written, or is past the length: its weight is zero.
             v_scales = [w.maximum(scale, w.const(SMALLEST_SCALE)) for scale in v_scales]
@@ -126,57 +102,38 @@ class Softmax:
             inverses = [w.reciprocal(scale) for scale in v_scales]
         else:
             exponents, inverses = [], []
-        logits = [
-            self.logits(half, scores[half], (k_scales, exponents), first_key, last_keys) for half in range(plan.halves)
-        ]
-        new, rises = [], None
-        for reference, of_half in zip(references, logits, strict=True):
-            peak = w.maximum(w.maximum(of_half[0], of_half[1]), w.maximum(of_half[2], of_half[3]))
+        scores = self.scores(keys)
+        weights = []
+        for half in range(plan.halves):
+            logits = []
+            for n in range(2):
+                for column in range(2):
+                    score, i = scores[half][n][column], 2 * n + column
+                    logit = self.logit(score * k_scales[i]) + exponents[i] if plan.quantised else self.logit(score)
+                    key = first_key + self.quad * 2 + (8 * n + column)
+                    visible = key <= last_keys[half]
+                    if plan.window is not None:
+                        visible = visible & (key > self.positions[half] - plan.window)
+                    logits.append(w.select(visible, logit, w.const(-math.inf)))
+            peak = w.maximum(w.maximum(logits[0], logits[1]), w.maximum(logits[2], logits[3]))
             for mask in (1, 2):
                 peak = w.maximum(peak, w.shuffle_xor(peak, mask))
-            risen = peak > reference + self.slack
-            new.append(w.select(risen, peak, reference))
-            rises = risen if rises is None else w.either(rises, risen)
-        flat, structure = jax.tree.flatten((sums, outs))
-        decayed = functools.partial(self.decayed, references, new, sums, outs)
-        flat = w.when(w.anywhere(rises), flat, lambda: jax.tree.leaves(decayed()))
-        sums, outs = jax.tree.unflatten(structure, flat)
-        sums, weights = list(sums), []
-        pack = w.pack_f16 if plan.quantised else w.pack_bf16
-        for half, (reference, of_half) in enumerate(zip(new, logits, strict=True)):
-            top = reference - self.headroom if self.headroom else reference
-            p = [w.exp2(x - top) for x in of_half]
+            peak = w.maximum(peak, maxima[half])
+            top = peak - self.headroom if self.headroom else peak
+            p = [w.exp2(x - top) for x in logits]
+            decay = w.exp2(maxima[half] - peak)
+            maxima[half] = peak
             shares = [a * b for a, b in zip(p, inverses, strict=True)] if plan.quantised else p
-            sums[half] = sums[half] + ((shares[0] + shares[1]) + (shares[2] + shares[3]))
+            sums[half] = sums[half] * decay + ((shares[0] + shares[1]) + (shares[2] + shares[3]))
+            pack = w.pack_f16 if plan.quantised else w.pack_bf16
             weights.append((pack(p[0], p[1]), pack(p[2], p[3])))
-        return (new, sums, outs), weights
-
-    def logits(self, half: int, scores: Any, scales: Any, first_key: Any, last_keys: list[Any]) -> list[Any]:
-        """Of one half's rows and a lane's four keys, in the order of `VALUE_STEPS`; -inf where a row does not see."""
-        w, plan = self.w, self.plan
-        k_scales, exponents = scales
-        logits = []
-        for i, (n, column) in enumerate(itertools.product(range(2), repeat=2)):
-            score = scores[n][column]
-            logit = self.logit(score * k_scales[i]) + exponents[i] if plan.quantised else self.logit(score)
-            key = first_key + self.quad * 2 + (8 * n + column)
-            visible = key <= last_keys[half]
-            if plan.window is not None:
-                visible = visible & (key > self.positions[half] - plan.window)
-            logits.append(w.select(visible, logit, w.const(-math.inf)))
-        return logits
-
-    def decayed(self, references: Any, new: Any, sums: Any, outs: Any) -> tuple[Any, Any]:
-        """Sums and weighted values, counted from the new references."""
-        w = self.w
-        decays = [w.exp2(a - b) for a, b in zip(references, new, strict=True)]
-        sums = [total * decay for total, decay in zip(sums, decays, strict=True)]
-        scaled = []
-        for of_half, decay in zip(outs, decays, strict=True):
             # Statistics live with row g, sums of O with rows 2q and 2q+1.
             even, odd = w.shuffle(decay, self.quad * 8), w.shuffle(decay, self.quad * 8 + 4)
-            scaled.append([(o[0] * even, o[1] * odd, o[2] * even, o[3] * odd) for o in of_half])
-        return sums, scaled
+            outs[half] = [(o[0] * even, o[1] * odd, o[2] * even, o[3] * odd) for o in outs[half]]
+        for m_tile, a in value_fragments(w, plan, values):
+            for half in range(plan.halves):
+                outs[half][m_tile] = w.mma(outs[half][m_tile], a, weights[half], self.kind)
+        return maxima, sums, outs
 
     @property
     def kind(self) -> str:

@@ -5,10 +5,7 @@ from typing import Any
 
 from pallas_kernels.paged_attention.plan import KEYS, Plan
 
-KEY_STEPS = (0, 8)  # keys of a tile that a lane has words of, from `group` on
 VALUE_STEPS = (0, 1, 8, 9)  # keys of a tile whose values, weights and scales a lane has, from 2 * quad on
-
-LINE = 128  # bytes of the L2 cache that a lane asks for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +16,6 @@ class Pools:
     v_pages: Any
     k_scales: Any = None
     v_scales: Any = None
-
-
-def clamp(w: Any, index: Any, limit: int) -> Any:
-    last = w.const(limit - 1, "i32")
-    return w.select(index < limit, index, last)
 
 
 class Tiles:
@@ -43,10 +35,8 @@ class Tiles:
         length: Any,
         first_query: Any,
         split: Any,
-        next_pools: Pools | None = None,
     ):
-        """`next_pools` are another layer's; what is read here is brought into the L2 cache there."""
-        self.w, self.plan, self.next_pools = w, plan, next_pools
+        self.w, self.plan = w, plan
         self.pools, self.page_table = pools, page_table
         self.kv_head, self.length = kv_head, length
         self.page_table_row = row * plan.pages_per_row
@@ -74,87 +64,35 @@ class Tiles:
         slot = self.first_key(i) // self.plan.page_size
         return self.w.load_i32(self.page_table, self.page_table_row + slot, slot < self.plan.pages_per_row)
 
-    def bring_near(self, count: int, num_pages: int) -> None:
-        """Has the warp's first `count` tiles brought into the L2 cache, from pages and of a length that may be wrong:
-        another kernel may still write both. Nothing else comes of it."""
-        w, plan = self.w, self.plan
-        places = [w.const(i, "i32") for i in range(count)]
-        slots = [self.first_key(i) // plan.page_size for i in places]
-        pages = [w.peek_i32(self.page_table, self.page_table_row + x, x < plan.pages_per_row) for x in slots]
-        for i, page in zip(places, pages, strict=True):
-            self.reader(i, w.maximum(w.const(0, "i32"), clamp(w, page, num_pages))).bring()
+    def read(self, i: Any, page: Any) -> tuple[Any, Any, Any, Any]:
+        """Starts the reads of tile i: words of keys [2 halves][chunk] and values [4 keys][chunk], and with scales
+        those of the keys and values [4 keys], in the order of the values.
 
-    def reader(self, i: Any, page: Any) -> "Reader":
-        """Reads tile i, whose page has the id `page`."""
-        return Reader(self, *self._block(i, page))
-
-    def _block(self, i: Any, page: Any) -> tuple[Any, Any]:
-        """Tile i's first row in the pools, and its first key's place relative to the sequence's end."""
-        w, plan, key = self.w, self.plan, self.first_key(i)
-        block = w.wide(page * plan.kv_heads + self.kv_head) * plan.page_size + w.wide(key % plan.page_size)
-        return block, key - self.length
-
-
-class Reader:
-    """Starts the reads of a tile. Values from the sequence's end on read as zero."""
-
-    def __init__(self, tiles: Tiles, block: Any, own: Any):
-        """`block` is the tile's first row in the pools, `own` its first key's place relative to the sequence's end."""
-        self.tiles, self.block, self.own = tiles, block, own
-
-    def bring(self, pools: Pools | None = None) -> None:
-        """Has the tile brought into the L2 cache, or that at its place in other pools."""
-        w, row_bytes = self.tiles.w, self.tiles.plan.row_bytes
-        pools = pools or self.tiles.pools
-        for start in range(0, KEYS * row_bytes, 32 * LINE):
-            line = w.lane * LINE + start
-            valid = (self.own < 0) & (line < KEYS * row_bytes)
-            for pool in (pools.k_pages, pools.v_pages):
-                w.prefetch(pool, self.block * row_bytes + w.wide(line), valid)
-
-    def both(self) -> tuple[Any, Any]:
-        """Keys and values, zero from the sequence's end on."""
-        return self.keys(zero=True), self.values()
-
-    def keys(self, *, zero: bool) -> tuple[Any, Any]:
-        """Words of keys [2 halves][chunk], and their scales [4 keys] in the order of the values (none: []).
-
-        From the sequence's end on they are anything but where they are to be zero. Where nothing is in the registers
-        yet, ptxas makes branches of the former.
+        Positions from `length` on read as zero.
         """
-        tiles, plan = self.tiles, self.tiles.plan
-        if tiles.next_pools is not None:
-            self.bring(tiles.next_pools)
-        words = [
-            self._words(tiles.pools.k_pages, tiles.group, step, plan.key_chunks, tiles.quad, zero=zero)
-            for step in KEY_STEPS
-        ]
-        return words, self._scales(tiles.pools.k_scales)
+        w, plan, pools = self.w, self.plan, self.pools
+        key = self.first_key(i)
+        block = w.wide(page * plan.kv_heads + self.kv_head) * plan.page_size + w.wide(key % plan.page_size)
+        tile = block * plan.row_bytes
+        own = key - self.length
+        value = self.quad * 2  # this lane's values are this one and those after it in VALUE_STEPS
 
-    def values(self) -> tuple[Any, Any]:
-        """Words of values [4 keys][chunk], and their scales."""
-        tiles, plan = self.tiles, self.tiles.plan
-        words = [
-            self._words(tiles.pools.v_pages, tiles.quad * 2, step, plan.value_chunks, tiles.group, zero=True)
-            for step in VALUE_STEPS
-        ]
-        return words, self._scales(tiles.pools.v_scales)
+        def words(pages: Any, first: Any, step: int, chunks: list[tuple[int, int]], lane: Any) -> list[Any]:
+            valid = own + first < -step
+            got = []
+            for start, size in chunks:
+                # Lanes are `size` bytes apart; chunks of one size share an address.
+                offset = tile + w.wide(first * plan.row_bytes + lane * size)
+                got.append(w.load_bytes(pages, offset, size, valid, step * plan.row_bytes + start))
+            return got
 
-    def _words(
-        self, pages: Any, first: Any, step: int, chunks: list[tuple[int, int]], lane: Any, *, zero: bool
-    ) -> list[Any]:
-        w, row_bytes = self.tiles.w, self.tiles.plan.row_bytes
-        valid = self.own + first < -step
-        got = []
-        for start, size in chunks:
-            # Lanes are `size` bytes apart; chunks of one size share an address.
-            offset = self.block * row_bytes + w.wide(first * row_bytes + lane * size)
-            got.append(w.load_bytes(pages, offset, size, valid, step * row_bytes + start, zero))
-        return got
+        def scales(pool: Any) -> list[Any]:
+            if pool is None:
+                return []
+            offset = block + w.wide(value)
+            return [w.load_scale(pool, offset, own + value < -step, step) for step in VALUE_STEPS]
 
-    def _scales(self, pool: Any) -> list[Any]:
-        if pool is None:
-            return []
-        w, first = self.tiles.w, self.tiles.quad * 2
-        offset = self.block + w.wide(first)
-        return [w.load_scale(pool, offset, self.own + first < -step, step) for step in VALUE_STEPS]
+        keys = [words(pools.k_pages, self.group, step, plan.key_chunks, self.quad) for step in (0, 8)]
+        k_scales = scales(pools.k_scales)
+        values = [words(pools.v_pages, value, step, plan.value_chunks, self.group) for step in VALUE_STEPS]
+        return keys, values, k_scales, scales(pools.v_scales)

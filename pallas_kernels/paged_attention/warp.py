@@ -45,9 +45,6 @@ class Warp(WordInstructions):
         """int32 -> int64, for offsets into arrays of more than 2**31 elements."""
         return Value(arith.extui(ir_type("i64"), value.ir))
 
-    def either(self, a: Value, b: Value) -> Value:
-        return Value(arith.ori(a.ir, b.ir))
-
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         return Value(arith.select(condition.ir, a.ir, b.ir))
 
@@ -80,11 +77,6 @@ class Warp(WordInstructions):
     def shuffle_xor(self, x: Value, mask: int) -> Value:
         return Value(mgpu_utils.shfl_bfly(x.ir, mask))
 
-    def anywhere(self, x: Value) -> Value:
-        """Whether a bool is true in any lane."""
-        ptx = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
-        return Value(llvm.inline_asm(ir_type("i32"), [x.ir], ptx, "=r,b", has_side_effects=True)) > 0
-
     def shuffle(self, x: Value, source_lane: Value) -> Value:
         """x of lane `source_lane`, which may differ from lane to lane."""
         i32 = ir_type("i32")
@@ -107,15 +99,14 @@ class Warp(WordInstructions):
         """`count` (1, 2, 4) words from bfloat16 elements `offset` on; zero where the predicate is false."""
         return self._load_global(self._address(ref, offset, 2), 4 * count, predicate, ".nc.L1::no_allocate", "b32")
 
-    def load_bytes(self, ref: ir.Value, offset: Value, size: int, predicate: Value, constant: int, zero: bool) -> Words:
-        """`size` (2, 4, 8, 16) bytes from `offset + constant` on as words; where the predicate is false, zero or (which
-        takes no instructions) anything.
+    def load_bytes(self, ref: ir.Value, offset: Value, size: int, predicate: Value, constant: int) -> Words:
+        """`size` (2, 4, 8, 16) bytes from `offset + constant` on as words; zero where the predicate is false.
 
         The constant costs no register: it is part of the instruction. Read-only and not kept in L1: each byte of the
         cache is used once.
         """
         address = self._address(ref, offset, 1)
-        return self._load_global(address, size, predicate, ".nc.L1::no_allocate", "b32", constant, zero)
+        return self._load_global(address, size, predicate, ".nc.L1::no_allocate", "b32", constant)
 
     def load_scale(self, ref: ir.Value, offset: Value, predicate: Value, constant: int) -> Value:
         """float32 element `offset + constant`; zero where the predicate is false."""
@@ -124,34 +115,19 @@ class Warp(WordInstructions):
     def load_i32(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
         return self._load_global(self._address(ref, offset, 4), 4, predicate, ".nc", "b32")[0]
 
-    def peek_i32(self, ref: ir.Value, offset: Value, predicate: Value) -> Value:
-        """As `load_i32`, for what another kernel may be writing: past the L1 cache, where `load_i32` would find it."""
-        return self._load_global(self._address(ref, offset, 4), 4, predicate, ".relaxed.gpu", "b32")[0]
-
-    def prefetch(self, ref: ir.Value, offset: Value, predicate: Value) -> None:
-        """Has the line of byte `offset` brought into the L2 cache."""
-        mgpu_utils.inline_ptx("prefetch.global.L2 [$0];", self._address(ref, offset, 1), predicate=predicate.ir)
-
     def load_floats(self, ref: ir.Value, offset: Value, count: int, predicate: Value) -> Words:
         """`count` (1, 2, 4) float32 from element `offset` on; zero where the predicate is false."""
         return self._load_global(self._address(ref, offset, 4), 4 * count, predicate, ".nc", "f32")
 
     def _load_global(
-        self,
-        address: ir.Value,
-        size: int,
-        predicate: Value,
-        modifier: str,
-        kind: str,
-        constant: int = 0,
-        zero: bool = True,
+        self, address: ir.Value, size: int, predicate: Value, modifier: str, kind: str, constant: int = 0
     ) -> Words:
         """`size` bytes as 32-bit registers; two bytes are the lower half of one."""
         count = max(1, size // 4)
         outs = ", ".join(f"${i}" for i in range(count))
         vector, braces = (f".v{count}", f"{{{outs}}}") if count > 1 else ("", outs)
-        nothing = "0f00000000" if kind == "f32" else "0"
-        clear = " ".join(f"mov.{kind} ${i}, {nothing};" for i in range(count)) if zero else ""
+        zero = "0f00000000" if kind == "f32" else "0"
+        clear = " ".join(f"mov.{kind} ${i}, {zero};" for i in range(count))
         ptx = f"{clear} @${count + 1} ld.global{modifier}{vector}.{'u16' if size == 2 else kind} "
         ptx += f"{braces}, [${count} + {constant}];"
         # Early-clobber outputs: they are written before the address is read.
@@ -262,10 +238,6 @@ class Warp(WordInstructions):
         with ir.InsertionPoint(else_block):
             scf.YieldOp([v.ir for v in carry])
         return tuple(Value(v) for v in if_op.results)
-
-    def block_in_cluster(self) -> Value:
-        """This block's place in its cluster: read, where `jax.lax.axis_index` is a division before the first load."""
-        return Value(mgpu_utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir_type("i32")))
 
     def block_barrier(self) -> None:
         gpu.barrier()
