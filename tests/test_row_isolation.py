@@ -1,4 +1,4 @@
-"""What is no number in one row reaches no other; and softmax whose sums are seldom multiplied, far from where it began.
+"""What is no number in one row reaches no other; and softmax over logits that rise from tile to tile.
 
 Rows share registers, fragments and shared memory in every kernel: simulated warps show whose numbers go where.
 """
@@ -87,7 +87,7 @@ def test_the_norm_before_many_rows(rows: int, slices: int) -> None:
 @pytest.mark.parametrize("value", [3e38, np.nan])
 @pytest.mark.parametrize(("kv", "tokens_of_row"), [("bfloat16", 1), ("bfloat16", 3), ("int8", 3)])
 def test_heads_and_tokens_of_attention(kv: str, tokens_of_row: int, value: float) -> None:
-    """A query whose logits overflow, or are none: its head's result alone changes, whatever it does to references."""
+    """A query whose logits overflow, or are none: its head's result alone changes, and not the head's beside it."""
     case = Case((120, 5), tokens=tokens_of_row, q_heads=4, kv_heads=1, splits=1, warps=4, kv=kv)
     given = cases.make(case)
     bad = dataclasses.replace(given, qkv=given.qkv.copy())
@@ -103,8 +103,10 @@ def test_heads_and_tokens_of_attention(kv: str, tokens_of_row: int, value: float
 
 @pytest.mark.parametrize("size", [4.0, 30.0])
 @pytest.mark.parametrize("tokens_of_row", [1, 3])
-def test_maxima_that_rise_by_less_and_by_more_than_sums_may_lag(tokens_of_row: int, size: float) -> None:
-    """Logits of a few units, and of dozens, in powers of two: weights up to 2^8, and sums that are multiplied late."""
+def test_maxima_that_rise_a_little_and_a_lot(tokens_of_row: int, size: float) -> None:
+    """Logits of a few units, and of dozens, in powers of two: what was added before a larger one still counts, or not.
+
+    Four tiles a warp, so that sums are multiplied more than once; the log-sum-exp says whether the sums were."""
     case = Case((250, 41), tokens=tokens_of_row, q_heads=4, kv_heads=1, pages_per_row=16, splits=1, warps=4, depth=1)
     given = cases.make(case)
     queries = case.q_heads * case.head_dim
