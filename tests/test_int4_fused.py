@@ -230,6 +230,7 @@ def test_small_weights_take_blocks_that_fetch_all_at_once(rows: int, shape: tupl
         (2, 1024, 512),
         (5, 1024, 1024),
         (8, 4096, 4096),
+        (8, 3072, 2048),
         (12, 2048, 1024),
         (16, 1024, 3072),
     ],
