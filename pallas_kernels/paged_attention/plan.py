@@ -218,13 +218,16 @@ def plan_for(
     # Two tiles and their sums do not fit in a thread's registers. With codes tiles have half the bytes.
     wide = head_dim * plan.halves > (256 if plan.quantised else 128) or head_dim > 128
     if 64 < head_dim <= 128 and 16 < tiles <= 64:
-        if (tokens == 1 or plan.halves == 1) and 8 * groups <= MULTIPROCESSORS and tiles <= 32:
+        measured = not plan.quantised  # codes with several tokens were not
+        one_half = tokens == 1 or (measured and plan.halves == 1)
+        if one_half and 8 * groups <= MULTIPROCESSORS and tiles <= 32:
             # A tile for each warp of eight small blocks: 3.57 us at 512 tokens, where four large ones took 4.22.
             return dataclasses.replace(plan, splits=8, warps=4, depth=2 if plan.quantised and not wide else 1)
-        dealt = dataclasses.replace(plan, most_halves=1, splits=4, warps=8, depth=2 if plan.quantised else 1)
-        if tokens > 1 and plan.halves > 1 and 4 * batch * kv_heads * dealt.row_blocks <= MULTIPROCESSORS:
-            # Few rows for each block: 4.38 us for 5 tokens of 4 heads, where all 20 in one block took 6.43, and 5.26
-            # instead of 5.90 at 640 tokens.
+        dealt = dataclasses.replace(plan, most_halves=1, splits=4, warps=8, depth=1)
+        blocks = dealt.splits * batch * kv_heads * dealt.row_blocks
+        if measured and tokens > 1 and plan.halves > 1 and blocks <= MULTIPROCESSORS:
+            # Few rows for each block: 4.34 us for 5 tokens of 4 heads, where all 20 in one block took 6.43, and 5.26
+            # instead of 6.42 at 640 tokens.
             return dealt
     if plan.quantised:
         depth = 2
