@@ -17,6 +17,7 @@ FILES = (
     "test_int4_matmul.py",
     "test_int4_fused.py",
     "test_int4_wide.py",
+    "test_byte_matmul.py",
     "test_packed_products.py",
     "test_packed_weights.py",
     "test_paged_attention.py",
@@ -26,7 +27,10 @@ FILES = (
     "test_paged_prefill.py",
     "test_tiers.py",
     "test_memory.py",
+    "test_quantized_memory.py",
+    "test_store_memory.py",
     "test_engine_results.py",
+    "test_engine_tiers.py",
     "test_repeats.py",
 )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import jax
 
 KERNELS_VARIABLE = "JAXINFER_KERNELS"
+BACKENDS = ("mosaic", "triton", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +26,12 @@ def choose(
 
     `refusals` maps each backend, in order of preference, to its reason or to None. `forced`, or else the environment
     variable JAXINFER_KERNELS, names the only backend that may be taken; an unknown name or a refusal of the forced
-    backend is a ValueError. With `or_last` the last backend is taken in place of one that only the variable names.
+    backend is a ValueError. With `or_last` the last backend is taken in place of one of `BACKENDS` that only the
+    variable names.
     """
     if forced is None and (named := os.environ.get(KERNELS_VARIABLE)):
-        forced = [*refusals][-1] if or_last and refusals.get(named, "unknown") is not None else named
+        other = or_last and named in BACKENDS and refusals.get(named, "there is none") is not None
+        forced = [*refusals][-1] if other else named
     if forced is not None and forced not in refusals:
         raise ValueError(f"{op} has no backend {forced!r}; it has {', '.join(refusals)}")
     choices: list[Choice] = []

@@ -200,3 +200,14 @@ def test_a_model_with_fp8_in_blocks_on_the_gpu(tmp_path: pathlib.Path) -> None:
         for packed in (True, False)
     )
     assert 0 < relative_error(found, expected) < 0.03
+
+
+def test_a_backend_of_the_environment_that_nobody_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is a backend of other products, and leaves these to XLA; a mistyped name is nobody's."""
+    x, codes = jnp.ones((2, 128), jnp.bfloat16), jnp.ones((16, 128), jnp.int8)
+    scales = jnp.ones(16, jnp.float32)
+    monkeypatch.setenv("JAXINFER_KERNELS", "triton")
+    assert [choice.backend for choice in byte_matmul(x, codes, scales, explain=True) if choice.taken] == ["reference"]
+    monkeypatch.setenv("JAXINFER_KERNELS", "mosiac")
+    with pytest.raises(ValueError, match="no backend 'mosiac'"):
+        byte_matmul(x, codes, scales)

@@ -223,21 +223,26 @@ def test_small_weights_take_blocks_that_fetch_all_at_once(rows: int, shape: tupl
 @pytest.mark.gpu
 @pytest.mark.parametrize("fusion", FUSIONS, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "out_features", "in_features"),
+    ("rows", "out_features", "in_features", "group"),
     [
-        (1, 4096, 4096),
-        (1, 1024, 3072),
-        (2, 1024, 512),
-        (5, 1024, 1024),
-        (8, 4096, 4096),
-        (8, 3072, 2048),
-        (12, 2048, 1024),
-        (16, 1024, 3072),
+        (1, 4096, 4096, 128),
+        (1, 1024, 3072, 128),
+        (2, 1024, 512, 128),
+        (5, 1024, 1024, 128),
+        (8, 4096, 4096, 128),
+        (8, 3072, 2048, 128),
+        (12, 2048, 1024, 128),
+        (16, 1024, 3072, 128),
+        (1, 1024, 1024, 16),
+        (2, 1024, 1024, 32),
+        (16, 2048, 1024, 32),
+        (3, 1024, 2048, 64),
+        (4, 1024, 1024, 1024),
     ],
 )
-def test_fused_kernel_on_the_gpu(rows: int, out_features: int, in_features: int, fusion: Fusion) -> None:
+def test_fused_kernel_on_the_gpu(rows: int, out_features: int, in_features: int, group: int, fusion: Fusion) -> None:
     """As many outputs as leave no multiprocessor idle: with fewer, the plan cuts 4096 inputs into slices."""
-    weight, values = small(out_features, in_features, 128)
+    weight, values = small(out_features, in_features, group)
     x = tokens(rows, in_features)
     norm, residual = arrays(rows, out_features // 2 if fusion.gated else out_features, in_features)
     packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
