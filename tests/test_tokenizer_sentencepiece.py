@@ -189,10 +189,15 @@ def test_token_added_by_fine_tuning_is_followed_by_a_space():
     assert tokenizer.encode("the<|user|>the") == [1, pieces.index("▁the"), len(pieces), pieces.index("▁the")]
 
 
-def test_phi3_tokens_swallow_white_space():
+@pytest.mark.parametrize("kind", [PieceType.CONTROL, PieceType.USER_DEFINED])
+@pytest.mark.parametrize("with_pieces", [False, True])
+def test_phi3_tokens_swallow_white_space(kind: PieceType, with_pieces: bool):
+    """Also where there are user-defined pieces of the model's own, which need another way."""
     pieces, types = list(model("llama").pieces), list(model("llama").types)
+    if not with_pieces:
+        types = [PieceType.NORMAL if other == PieceType.USER_DEFINED else other for other in types]
     keys = metadata(
-        "llama", tokens=[*pieces, "<|user|>"], token_type=[*types, 3], scores=[*model("llama").scores, -1000.0]
+        "llama", tokens=[*pieces, "<|user|>"], token_type=[*types, kind], scores=[*model("llama").scores, -1000.0]
     )
     tokenizer = tokenizer_from_gguf(keys | {"general.architecture": "phi3"})
     assert tokenizer is not None

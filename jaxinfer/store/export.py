@@ -1,5 +1,7 @@
 """A model of any format as a Hugging Face folder: decoded, or with its codes as AWQ or compressed-tensors have them."""
 
+import dataclasses
+import functools
 import json
 import logging
 import os
@@ -21,18 +23,23 @@ from checkpoints.export_formats import (
     compressed_scheme,
     configuration,
 )
+from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.names import TensorSource, hugging_face_sources
+from checkpoints.names_gguf import unpermute_rows
 from checkpoints.progress import is_watched, progress_bar
 from checkpoints.quantized import QuantizedFolder
 from checkpoints.safetensors import SafetensorsFolder
 from jaxinfer.checkpoint_weights import AnyCheckpoint, tensor_reader
 from jaxinfer.config import ModelConfig
+from jaxinfer.config_export import to_hugging_face
+from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.model import weights_dtype_for
 from jaxinfer.params import canonical_shapes, piece_specs
-from jaxinfer.source import GGUFSource, Source, StoreSource, open_source
+from jaxinfer.source import FolderSource, Source, StoreSource, open_source
 from jaxinfer.store.create import written_dtype
 from jaxinfer.store.tensors import StoredTensors
 from jaxinfer.store.unfinished import check_free, written_whole
+from jaxinfer.tokenization.export import hugging_face_files
 
 log = logging.getLogger("jaxinfer")
 
@@ -55,8 +62,8 @@ def export(
     "safetensors" decodes everything to `dtype`, by default bfloat16. "awq" and "compressed-tensors" keep codes, scales
     and zeros as they are, which is exact, and raise ValueError for those that the format does not have, naming the
     weight; what is not quantised has `dtype`. Norms are float32. Plan and quality report of a store are in
-    `quantization_report.json`, which other engines leave alone. A GGUF file has no config.json to write, and neither
-    has a store of one: they are refused.
+    `quantization_report.json`, which other engines leave alone. Of a GGUF file, and of a store of one, config.json,
+    generation_config.json and the tokenizer's files are written anew, with ValueError for what they have no form for.
 
     Raises FileExistsError where there is something at `out`, and what `jaxinfer.load` raises.
     """
@@ -65,13 +72,14 @@ def export(
     dtype = None if dtype is None else weights_dtype_for(dtype)
     progress = is_watched() if progress is None else progress
     with open_source(source, progress=progress) as opened:
-        files = opened.files() | _report(opened)
-        config_json = _config_json(opened, files, os.fspath(source))
+        config_json, files = _model_files(opened, os.fspath(source))
+        files = files | _report(opened)
         weights_dtype = np.dtype(written_dtype(opened, dtype, os.fspath(source)))
         with opened.tensors() as (checkpoint, match):
             if match.mismatch:
                 raise CheckpointError(f"{os.fspath(source)}: {match.mismatch}")
-            tensors = _Tensors(opened, checkpoint, match.sources, format, weights_dtype)
+            norm_offset = from_hugging_face(config_json).norm_offset
+            tensors = _Tensors(opened, checkpoint, match.sources, format, weights_dtype, norm_offset)
             config_json |= {"dtype": str(weights_dtype), "tie_word_embeddings": not tensors.own_head}
             if format != "safetensors":
                 schemes, plain = tensors.schemes()
@@ -101,14 +109,35 @@ def _report(opened: Source) -> dict[str, bytes]:
     return {REPORT: json.dumps(known, indent=2).encode()} if any(known.values()) else {}
 
 
-def _config_json(opened: Source, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The original's config.json without what it said of quantisation. Raises ValueError where there is none."""
-    if isinstance(opened, GGUFSource) or "config.json" not in files:
-        raise ValueError(f"{name} comes from a GGUF file, which has no config.json; only --format store can be written")
+def _model_files(opened: Source, name: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """config.json without what it said of quantisation, and the other files beside weights.
+
+    Raises ValueError where there is none and the model cannot be described by one.
+    """
+    files = opened.files()
+    if "config.json" not in files:
+        try:
+            return _files_of_gguf(opened)
+        except ValueError as error:
+            raise ValueError(f"{name} comes from a GGUF file: {error}; only --format store can be written") from error
     content = json.loads(files["config.json"])
     if "text_config" in content:
         raise ValueError(f"{name} is the text part of a model with images or sound; only --format store can be written")
-    return {k: v for k, v in content.items() if k not in ("quantization_config", "compression_config", "torch_dtype")}
+    ours = ("quantization_config", "compression_config", "torch_dtype")
+    return {key: value for key, value in content.items() if key not in ours}, files
+
+
+def _files_of_gguf(opened: Source) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The same for a model that was described by the metadata of a GGUF file."""
+    config, tokenizer = opened.config, opened.tokenizer
+    padding = None if tokenizer is None else tokenizer.special_tokens.get("pad_token")
+    pad_id = None if tokenizer is None or padding is None else tokenizer.backend.token_to_id(padding)
+    config_json = to_hugging_face(config, pad_token_id=pad_id)
+    # The tokenizer's first ends a text; the others end turns, or are named elsewhere.
+    eos = list(dict.fromkeys([*(() if tokenizer is None else tokenizer.eos_token_ids), *config.eos_token_ids]))
+    generation = {"bos_token_id": config.bos_token_id, "eos_token_id": eos, "pad_token_id": pad_id}
+    files = {} if tokenizer is None else hugging_face_files(tokenizer, max_length=config.max_position_embeddings)
+    return config_json, files | {"generation_config.json": json.dumps(generation, indent=2).encode()}
 
 
 class _Targets(NamedTuple):
@@ -129,13 +158,14 @@ class _Tensors:
         sources: Mapping[str, TensorSource],
         format: ExportFormat,
         dtype: np.dtype,
+        norm_offset: float,
     ) -> None:
         self._config, self._checkpoint, self._sources = opened.config, checkpoint, sources
         self._format, self._dtype = format, dtype
         self._read_into = tensor_reader(checkpoint, sources)
         self.own_head = _HEAD in sources
-        # A store has norms with the family's offset added, a folder has them without.
-        self._norm_offset = opened.config.norm_offset if isinstance(opened, StoreSource) else 0.0
+        # Stores and GGUF files have norms with the family's offset added, folders have them without.
+        self._norm_offset = 0.0 if isinstance(opened, FolderSource) else norm_offset
 
     def schemes(self) -> tuple[dict[str, Scheme], list[str]]:
         """How each quantised module will be written, and which linear ones are not quantised; nothing large is read.
@@ -208,7 +238,11 @@ class _Tensors:
         for source in quantised:
             tensor = checkpoint.quantized(source.name)
             assert tensor is not None
-            rows.append((tensor, *(source.rows or (0, tensor.shape[0]))))
+            start, stop = source.rows or (0, tensor.shape[0])
+            if source.unpermute_heads is None:
+                rows.append((tensor, start, stop))
+            else:
+                rows.append((_unpermuted(tensor, start, stop, source.unpermute_heads), 0, stop - start))
         return rows
 
     def _dense(self, members: list[str], shapes: Mapping[str, tuple[int, ...]], *, norm: bool = False) -> np.ndarray:
@@ -218,6 +252,22 @@ class _Tensors:
             self._read_into(name, part)
             parts.append(part - np.float32(self._norm_offset) if norm else part)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _unpermuted(tensor: QuantizedTensor, start: int, stop: int, heads: int) -> QuantizedTensor:
+    """Rows start:stop of a GGUF file's query or key projection, in the model's order."""
+    order = unpermute_rows(np.arange(stop - start), heads)
+
+    @functools.cache
+    def all_rows() -> Codes:
+        return tensor.rows(start, stop)
+
+    def rows(first: int, last: int) -> Codes:
+        found, at = all_rows(), order[first:last]
+        offsets = None if found.offsets is None else found.offsets[at]
+        return dataclasses.replace(found, codes=found.codes[at], scales=found.scales[at], offsets=offsets)
+
+    return QuantizedTensor((stop - start, tensor.shape[1]), rows)
 
 
 def _target_names(config: ModelConfig) -> dict[str, str]:

@@ -90,17 +90,31 @@ class SentencePieceModel:
                 byte_fallback=byte_fallback,
             )
         )
-        backend.normalizer = normalizers.Replace(" ", SPACE)
+        whole = self._needs_no_preparation()
+        spaces = normalizers.Replace(" ", SPACE)
+        prefixed = whole and self.add_space_prefix
+        # Applied to what is between tokens that are matched in the text as it is.
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         if self.add_space_prefix:
             steps.append(decoders.Strip(" ", 1, 0))
         backend.decoder = decoders.Sequence(steps)
-        backend.add_special_tokens(
-            [AddedToken(piece, normalized=False) for piece in self._of_type(PieceType.CONTROL, PieceType.UNKNOWN)]
-        )
-        # Matched after spaces became U+2581, as in SentencePiece: a piece may consist of spaces.
-        backend.add_tokens([AddedToken(piece, normalized=True) for piece in self._of_type(PieceType.USER_DEFINED)])
-        return backend, self._preparation()
+
+        def added(types: tuple[PieceType, ...], *, normalized: bool) -> list[AddedToken]:
+            strips = self.strip_after if whole else frozenset()
+            return [AddedToken(text, normalized=normalized, rstrip=text in strips) for text in self._of_type(*types)]
+
+        backend.add_special_tokens(added((PieceType.CONTROL, PieceType.UNKNOWN), normalized=False))
+        # Matched after spaces became U+2581, as in SentencePiece: a piece may consist of spaces. With a prefix all of
+        # them were added later, and a space follows them as it does control tokens.
+        backend.add_tokens(added((PieceType.USER_DEFINED,), normalized=not prefixed))
+        return backend, None if whole else self._preparation()
+
+    def _needs_no_preparation(self) -> bool:
+        """Whether `tokenizers` can express the treatment of spaces, as the tokenizer.json files of Llama do."""
+        scored = zip(self.scores, self.types, strict=True)
+        own = any(kind == PieceType.USER_DEFINED and score > _ADDED_SCORE for score, kind in scored)
+        return not (self.remove_extra_whitespaces or self.charsmap or (self.add_space_prefix and own))
 
     def _of_type(self, *types: PieceType) -> list[str]:
         return [piece for piece, kind in zip(self.pieces, self.types, strict=True) if kind in types]
@@ -121,7 +135,7 @@ class SentencePieceModel:
         ]
 
     def _preparation(self) -> Callable[[str], str] | None:
-        """SentencePiece's treatment of spaces, which `tokenizers` cannot express around special tokens.
+        """SentencePiece's treatment of spaces, which `tokenizers` cannot express around user-defined pieces.
 
         A space goes before the text and after each special token, as in the tokenizer.json files of Llama,
         Mistral and Phi-3 and in llama.cpp; but none after a user-defined piece of the SentencePiece model,

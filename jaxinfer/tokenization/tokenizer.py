@@ -28,6 +28,8 @@ class Tokenizer:
         num_tokens: highest token id + 1. A model's logits may be longer: ids from here on are padding.
         special_ids: ids without text of their own (control tokens).
         chat_templates: by name; the one used when nothing is asked for is "default".
+        special_tokens: the text of those that chat templates know by a name ("bos_token", "eos_token", ...).
+        prepare_text: what is done to a text before `backend` encodes it, None for nothing.
     """
 
     def __init__(
@@ -53,11 +55,11 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.chat_templates = dict(chat_templates or {})
-        self._special_tokens = dict(special_tokens or {})
-        self._prepare_text = prepare_text
+        self.special_tokens = dict(special_tokens or {})
+        self.prepare_text = prepare_text
         self._bytes = TokenBytes(backend)
         self.num_tokens = num_tokens or max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        named = [backend.token_to_id(token) for token in self._special_tokens.values()]
+        named = [backend.token_to_id(token) for token in self.special_tokens.values()]
         self.special_ids = frozenset(
             [token for token, added in backend.get_added_tokens_decoder().items() if added.special]
             + [token for token in named if token is not None]
@@ -96,8 +98,8 @@ class Tokenizer:
         problem = not_unicode(text)
         if problem is not None:
             raise ValueError(f"the text {problem}")
-        if self._prepare_text is not None:
-            text = self._prepare_text(text)
+        if self.prepare_text is not None:
+            text = self.prepare_text(text)
         with backend_errors("the tokenizer cannot encode this text"):
             ids = self.backend.encode(text, add_special_tokens=False).ids
         if not add_special_tokens:
@@ -160,7 +162,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            special_tokens=self._special_tokens,
+            special_tokens=self.special_tokens,
             template_name=name,
             **kwargs,
         )
