@@ -30,8 +30,13 @@ def choose(
     variable names.
     """
     if forced is None and (named := os.environ.get(KERNELS_VARIABLE)):
-        other = or_last and named in BACKENDS and refusals.get(named, "there is none") is not None
-        forced = [*refusals][-1] if other else named
+        if or_last and named in BACKENDS and refusals.get(named, "there is none") is not None:
+            *others, last = refusals
+            refusals = {other: refusals[other] or f"{KERNELS_VARIABLE} names {named}" for other in others} | {
+                last: None
+            }
+        else:
+            forced = named
     if forced is not None and forced not in refusals:
         raise ValueError(f"{op} has no backend {forced!r}; it has {', '.join(refusals)}")
     choices: list[Choice] = []

@@ -137,7 +137,7 @@ def test_explain_says_why_not_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXINFER_KERNELS", "reference")
     assert reason(x, codes, scales) == "reference was asked for"
     monkeypatch.setenv("JAXINFER_KERNELS", "triton")  # which other products of the same model may have
-    assert reason(x, codes, scales) == "reference was asked for"
+    assert reason(x, codes, scales) == "JAXINFER_KERNELS names triton"
     monkeypatch.setenv("JAXINFER_KERNELS", "mosaic")
     assert reason(x, codes, scales) == ""
 
@@ -211,3 +211,21 @@ def test_a_backend_of_the_environment_that_nobody_has_is_an_error(monkeypatch: p
     monkeypatch.setenv("JAXINFER_KERNELS", "mosiac")
     with pytest.raises(ValueError, match="no backend 'mosiac'"):
         byte_matmul(x, codes, scales)
+
+
+@pytest.mark.parametrize(
+    ("x", "codes", "scales", "block", "message"),
+    [
+        ((2, 256), (128, 256), (1, 2), None, r"need \(128,\)"),
+        ((2, 256), (128, 256), (128,), (128, 128), r"need \(1, 2\)"),
+        ((2, 256), (128, 256), (1, 2), (0, 128), "block=.*such as"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(x, codes, scales, block, message) -> None:
+    arrays = jnp.ones(x, jnp.bfloat16), jnp.ones(codes, jnp.int8), jnp.ones(scales, jnp.float32)
+    with pytest.raises(ValueError, match=message):
+        byte_matmul(*arrays, block=block)
+    assert byte_matmul(jnp.ones((0, 256), jnp.bfloat16), jnp.ones((128, 256), jnp.int8), jnp.ones(128)).shape == (
+        0,
+        128,
+    )

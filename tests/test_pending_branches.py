@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from jaxinfer.layers.linear import norm_linear, norm_linear_of
 from jaxinfer.layers.residual import Pending, settled
 from jaxinfer.model import load
 from jaxinfer.packed_weights import random_int4
+from pallas_kernels.int4_matmul import int4_matmul_of_sum
 
 
 @pytest.fixture
@@ -63,3 +65,10 @@ def test_a_model_is_the_same_with_its_branches_pending(
     assert pending == (["o", "down"] * 2 if multiplier == 1.0 else ["down"] * 2)
     monkeypatch.undo()
     np.testing.assert_allclose(found, hidden(), rtol=1e-4, atol=1e-4)
+
+
+def test_no_slices_are_refused() -> None:
+    weight = random_int4(jax.random.key(0), (64, 128))
+    x, none = jnp.ones((20, 128), jnp.float32), jnp.ones((0, 20, 128), jnp.float32)
+    with pytest.raises(ValueError, match=r"partial has shape .*; expected slices of x's: \[slices, \*\(20, 128\)\]"):
+        int4_matmul_of_sum(x, none, weight, norm=jnp.ones(128))

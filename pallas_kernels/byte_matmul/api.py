@@ -28,6 +28,7 @@ On an H200, K4096 N14336, e4m3 in blocks, microseconds of the kernel (XLA): 1 ro
 rows 20.9 (31.7), 16 rows 23.3 (39.4), 32 rows 25.9 (58.4), 64 rows 45.2 (95.0).
 """
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+CODES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 @overload
@@ -82,14 +83,24 @@ def byte_matmul(
     Raises:
       ValueError: shapes that do not fit, or a call that the forced backend does not take.
     """
+    if codes.ndim != 2 or codes.dtype not in CODES:
+        wanted = ", ".join(str(jnp.dtype(kind)) for kind in CODES)
+        raise ValueError(
+            f"codes are {codes.dtype}{list(codes.shape)}; expected [out_features, in_features] of {wanted}"
+        )
     out_features, in_features = codes.shape
     if x.ndim < 1 or x.shape[-1] != in_features:
         raise ValueError(f"x has shape {x.shape}; a weight of {in_features} in_features needs [..., {in_features}]")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or scales.dtype != jnp.float32:
+        raise ValueError(f"x is {x.dtype} and scales are {scales.dtype}; expected floating activations, float32 scales")
+    if block is not None and not (len(block) == 2 and all(isinstance(size, int) and size >= 1 for size in block)):
+        raise ValueError(f"block={block}; expected outputs and inputs that share a scale, such as (128, 128)")
     steps = (1, in_features) if block is None else block
     expected = tuple(-(-size // step) for size, step in zip(codes.shape, steps, strict=True))
-    if scales.shape != (expected[:1] if block is None else expected):
+    wanted = expected[:1] if block is None else expected
+    if scales.shape != wanted:
         kind = "with a scale an output" if block is None else f"in blocks of {block}"
-        raise ValueError(f"scales have shape {scales.shape}; {codes.shape} {kind} need {expected[: scales.ndim or 1]}")
+        raise ValueError(f"scales have shape {scales.shape}; {codes.shape} {kind} need {wanted}")
     rows = math.prod(x.shape[:-1])
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     refusals = {"mosaic": mosaic_refusal(rows, x.dtype, dtype, codes, block), "reference": None}
@@ -98,6 +109,8 @@ def byte_matmul(
     choices = dispatch.choose("byte_matmul", refusals, backend, or_last=True)
     if explain:
         return choices
+    if not rows:
+        return jnp.zeros((*x.shape[:-1], out_features), dtype)
     flat = x.reshape(rows, in_features)
     if choices[0].taken:
         weight = ByteRows(codes, scales.reshape(expected), None, (out_features, in_features), steps[1])

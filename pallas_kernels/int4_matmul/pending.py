@@ -57,6 +57,7 @@ def int4_matmul_of_sum(
     backend: Backend | None = None,
 ) -> tuple[Float[Array, "*rows out_features"], Float[Array, "*rows in_features"]]:
     """`int4_matmul` of the RMS-normalised y = x + `sum_slices`(partial), in x's dtype; and y."""
+    _check(partial, x)
     options = {"norm_eps": norm_eps, "backend": backend}
     refused = slices_refusal(x, w, backend=backend) or fused_refusal(x, w, **options)
     if refused is not None:
@@ -81,9 +82,16 @@ def int4_gated_mlp_of_sum(
     backend: Backend | None = None,
 ) -> tuple[Float[Array, "left *rows out_features"], Float[Array, "*rows in_features"]]:
     """`int4_gated_mlp` of y, as the slices that a kernel left; and y, which is x, or x + `sum_slices`(partial)."""
+    if partial is not None:
+        _check(partial, x)
     if partial is not None and norm is None:
         x, partial = x + wide.added(partial, x.dtype), None
     if gated_mlp_refusal(x, gate_up, down, backend=backend) is not None:
         y = x if partial is None else x + wide.added(partial, x.dtype)
         return int4_gated_mlp(y, gate_up, down, norm=norm, norm_eps=norm_eps, backend=backend)[None], y
     return gated_slices(x, partial, gate_up, down, norm, norm_eps)
+
+
+def _check(partial: jax.Array, x: jax.Array) -> None:
+    if not len(partial) or partial.shape[1:] != x.shape:
+        raise ValueError(f"partial has shape {partial.shape}; expected slices of x's: [slices, *{x.shape}]")
