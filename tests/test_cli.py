@@ -154,6 +154,8 @@ def test_the_rate_of_a_stream_needs_a_chunk_that_came_by_itself() -> None:
     assert str(generate.Speed(0.0, 1, [(0.5, 1)])) == "[1 tokens, first after 0.50 s]"
     three = generate.Speed(0.0, 32, [(0.5, 1), (0.5, 17), (2.0, 32)])
     assert str(three) == "[32 tokens, first after 0.50 s, then 10.0 tokens/s]"
+    together = generate.Speed(0.0, 8, [(0.5, 1), (0.5, 5), (0.5004, 8)])
+    assert str(together) == "[8 tokens, first after 0.50 s]"
 
 
 def test_weights_are_kept_as_asked(run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

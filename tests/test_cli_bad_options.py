@@ -31,6 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("quantize {model} --plan {out}/none.toml --out {out}/store", "none.toml: No such file or directory"),
         ("quantize {model} --plan int4-gptq --out {out}/store --calibration {out}/none.txt", "none.txt: No such file"),
         ("bench {model} --decode-chunk 99999999999", "--decode-chunk 99999999999; expected at most 4096"),
+        ("bench {model} --max-decode-batch 0", "--max-decode-batch 0; expected an integer of at least 1"),
+        ("bench {model} --max-context 0", "--max-context 0; expected an integer of at least 1"),
+        ("bench {model} --k 0", "--k 0 goes with --draft, which says what drafts; give both"),
+        ("quantize {model} --plan int4 --out {out}/s\udcff", r"/s\udcff': the path is not Unicode: character"),
+        ("convert {model} {out}/s\udcff", r"/s\udcff': the path is not Unicode: character"),
         ("perplexity {model} {out}/text.txt --stride 0", "--stride 0; expected an integer from 1 to 63"),
         # Tiers are for what generates without engine and draft.
         (
@@ -76,6 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("generate {model} --prompts-file ", "argument --prompts-file: the path is empty; name a file or a folder"),
         ("perplexity {model} ", "argument FILE: the path is empty"),
         ("quantize {model} --plan int4 --out ", "argument --out: the path is empty"),
+        ("sensitivity {model} --calibration ", "argument --calibration: the path is empty"),
         ("convert {model} ", "argument OUT: the path is empty"),
         ("quantize {model} --plan int4 --out {out}", " exists already; remove it, or write to another path"),
         ("bench {model} --seed -1", "--seed -1; expected an integer of at least 0"),

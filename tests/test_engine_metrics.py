@@ -352,7 +352,11 @@ def test_latency_of_known_values() -> None:
 def test_prometheus_text() -> None:
     with cases.engine() as engine:
         engine.generate([cases.prompt(5)], cases.params())
-        text = engine.metrics().prometheus()
+        metrics = engine.metrics()
+        text = metrics.prometheus()
+    for prefix in ("", "a b\n", "a\n", "1a", "a\udcff", "\u00e9"):
+        with pytest.raises(ValueError, match=r"^prefix='.*'; expected ASCII letters"):
+            metrics.prometheus(prefix)
     for line in text.splitlines():
         assert re.fullmatch(
             r"# TYPE [a-z0-9_]+ (counter|gauge|summary)|[a-z0-9_]+(\{[a-z]+=\"[a-z0-9.]+\"\})? \S+", line

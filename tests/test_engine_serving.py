@@ -384,7 +384,9 @@ def test_g3_request_at_the_wall_of_the_pool() -> None:
             RequestTooLong, match="prompt 0 has 60 tokens, and max_tokens=6 more need more than the pool"
         ):
             engine.submit(cases.prompt(60), cases.params(max_tokens=6))
-        with pytest.raises(RequestTooLong, match="prompt 0 has 65 tokens, more than the pool's 64 tokens"):
+        with pytest.raises(
+            RequestTooLong, match="prompt 0 has 65 tokens, more than the pool's 64 tokens; shorten it or raise num_p"
+        ):
             engine.submit(cases.prompt(65), cases.params())
         engine.submit(cases.prompt(60), cases.params(max_tokens=5), request_id="exact")
         engine.submit(cases.prompt(60, 1), cases.params(max_tokens=None), request_id="open")
@@ -474,6 +476,7 @@ def test_options_are_in_the_docstring() -> None:
         ({"arrived": float("nan")}, "arrived=nan; expected seconds"),
         ({"callback": "print"}, "callback='print'; expected a function"),
         ({"request_id": 7}, "request_id=7; expected a string"),
+        ({"request_id": "a\udcff"}, r"request_id='a\\udcff' is not Unicode: character 1"),
     ],
     ids=str,
 )

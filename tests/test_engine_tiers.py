@@ -375,6 +375,12 @@ def test_so_are_drafts_scores_and_pools_of_what_is_not_tiered() -> None:
             tiered.score([[5, 6]], [[7]])
         with pytest.raises(RequestTooLong, match="prompt 0 has 257 tokens"):
             tiered.submit([5] * 257, greedy(1))
+    too_long = r"more than the pool's \d+ tokens; shorten it or raise tier_pages"
+    with (
+        engine(max_context=None, tier_pages=TierPools(7, 3, 2, 20)) as small,
+        pytest.raises(ValueError, match=too_long),
+    ):
+        small.submit([5] * 250, greedy(1))
     with pytest.raises(ValueError, match="tier_pages are for a tiered cache: load the model with kv_dtype='tiered'"):
         Engine(dataclasses.replace(load_case("gemma2"), kv_dtype=None), CONFIG)
     for wrong, message in (

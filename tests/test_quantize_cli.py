@@ -7,6 +7,8 @@ import markov
 import pytest
 
 import jaxinfer.cli
+import jaxinfer.store.create
+import jaxinfer.store.export
 from jaxinfer.cli import command_line, quantize
 from jaxinfer.quantization.calibration import Calibration
 from jaxinfer.store.reader import Store
@@ -35,11 +37,31 @@ def test_quality_is_reported_and_stored(
         assert jaxinfer.cli.main(["quantize", model, "--plan", "int8", *options, "--out", str(out)]) == 0
         said, quality = capsys.readouterr().err, Store(out).manifest.quality
         assert ("quality: perplexity" in said and "nats" in said) == (quality is not None) == measured
-        assert ("quality: not measured; --judge or --calibration FILE measures it" in said) != measured
+        assert (said.splitlines()[-1:] == ["quality: not measured"]) != measured
         if quality is not None:
             assert quality["quality"]["kl_p99"] >= 0 and quality["source"] == "words"
             assert len(quality["weights"]) == 7
     assert "model: quality is not measured: the tokenizer cannot encode this text" in caplog.text
+    assert f"{bare}: quality is not measured: it has no tokenizer to read text with" in caplog.text
+    for options in (["--judge"], ["--calibration", str(pathlib.Path(__file__))]):
+        command = ["quantize", bare, "--plan", "int8", *options, "--out", str(tmp_path / "none")]
+        assert jaxinfer.cli.main(command) == 2
+        assert f"error: {bare} has no tokenizer to read calibration texts with; add its" in capsys.readouterr().err
+
+
+def test_stores_go_to_unicode_paths_alone(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the folder that one is in counts; what needs no TensorStore goes anywhere."""
+    source = families.BY_NAME["llama"].folder
+    with pytest.raises(ValueError, match=r"no store can be written to '.*o\\udcff': the path is not Unicode"):
+        jaxinfer.quantize(source, "int8", out=tmp_path / "o\udcff")
+    (tmp_path / "here\udcff").mkdir()
+    monkeypatch.chdir(tmp_path / "here\udcff")
+    with pytest.raises(ValueError, match=r"here\\udcff/store': the path is not Unicode"):
+        jaxinfer.store.create.create(source, "store")
+    with pytest.raises(ValueError, match=r"here\\udcff/store': the path is not Unicode"):
+        jaxinfer.store.create.save(jaxinfer.load(source), "store")
+    jaxinfer.store.export.export(source, "folder", progress=False)
+    assert [path.name for path in pathlib.Path.cwd().iterdir()] == ["folder"]
 
 
 def test_calibrating_without_judging(tmp_path: pathlib.Path) -> None:

@@ -358,7 +358,6 @@ def test_sensitivity_command(
         (["--budget", "1KB"], "the budget is 1000 bytes and the smallest choice takes"),
         (["--budget", "0 bits"], "the budget is 0 bytes and the smallest choice takes"),
         (["--budget", str(tmp_path / "wrong.toml")], "no weight is named nope"),
-        (["--calibration", ""], "a calibration file is ''; expected the path of a text or .jsonl file"),
     ):
         assert jaxinfer.cli.main([*arguments, folder, *wrong]) == 2
         assert message in capsys.readouterr().err

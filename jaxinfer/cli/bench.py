@@ -32,6 +32,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--host-pages needs the prefix cache, which is what finds them; leave out --no-prefix-cache")
     if options.seed < 0:
         raise ValueError(f"--seed {options.seed}; expected an integer of at least 0")
+    if options.draft is None and options.k is not None:
+        raise ValueError(f"--k {options.k} goes with --draft, which says what drafts; give both")
     check_picture("--timeline", options.timeline)
     shown = not options.quiet
     random_weights = {} if options.random_weights is None else {"random_weights": options.random_weights}
@@ -53,9 +55,11 @@ def run(options: argparse.Namespace) -> int:
     # Checked before anything is compiled, and nothing is compiled for longer or more requests than there are.
     requests = requests_for(model, [one.prompt for one in arrivals], [one.params for one in arrivals])
     config = EngineConfig(
-        max_decode_batch=options.max_decode_batch or min(len(requests), default_decode_batch()),
+        max_decode_batch=min(len(requests), default_decode_batch())
+        if options.max_decode_batch is None
+        else options.max_decode_batch,
         max_prefill_tokens=options.max_prefill_tokens,
-        max_context=options.max_context or max(map(cache_tokens, requests)),
+        max_context=max(map(cache_tokens, requests)) if options.max_context is None else options.max_context,
         decode_chunk=options.decode_chunk,
         decode_stall_ms=options.decode_stall_ms,
         decode_order=options.decode_order,
@@ -65,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         host_pages=options.host_pages,
         sampling=tuple(dict.fromkeys(dataclasses.replace(one.params, max_tokens=None) for one in arrivals)),
     )
-    draft = None if options.draft is None else make_draft(model, options.draft, options.k)
+    draft = None if options.draft is None else make_draft(model, options.draft, 4 if options.k is None else options.k)
     with Engine(model, config, draft=draft) as engine:
         if not options.no_warmup:
             engine.warmup(progress=shown)

@@ -58,7 +58,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", metavar="DRAFT", help="speculate: ngram, self, self:N or a model, as in spec-bench (no draft)"
     )
-    parser.add_argument("--k", type=int, default=4, metavar="N", help="drafted tokens a step at most (4)")
+    parser.add_argument("--k", type=int, metavar="N", help="drafted tokens a step at most, with --draft (4)")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt whole")
     parser.add_argument(
         "--host-pages", type=int, default=0, metavar="N", help="pages of host memory for what the pool evicts (0)"

@@ -142,6 +142,10 @@ def _tables(model: Model, tables: Sequence[Mapping[int, Logprob] | None] | None)
     ]
 
 
+AT_ONCE_S = 0.01
+"""Chunks within so many seconds were ready together: the time between is what reading them took."""
+
+
 @dataclasses.dataclass
 class Speed:
     """Counts tokens as they come, `count` being told of each chunk that has any."""
@@ -157,7 +161,7 @@ class Speed:
             self.arrivals.append((time.perf_counter(), self.num_tokens))
 
     def __str__(self) -> str:
-        """After a stream: the time to the first token, and the rate from the second chunk on, if there are more.
+        """After a stream: the time to the first token, and the rate from the second chunk on, if more came later.
 
         The second runs while the first, of one token, is read, and may come with it: no time to divide by.
         """
@@ -166,6 +170,8 @@ class Speed:
         if len(self.arrivals) < 3:
             return f"{words}]"
         (since, before), (until, total) = self.arrivals[1], self.arrivals[-1]
+        if until - since < AT_ONCE_S:
+            return f"{words}]"
         return f"{words}, then {(total - before) / (until - since):.1f} tokens/s]"
 
     def total(self) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import logging
-import pathlib
 import sys
 
 from jaxinfer.quantization.api import windows_for, write_quantized
@@ -11,7 +10,7 @@ from jaxinfer.quantization.calibration import EVALUATION_SAMPLES, Calibration, W
 from jaxinfer.quantization.pair import write_draft
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.source import open_source
-from jaxinfer.store.unfinished import check_free
+from jaxinfer.store.unfinished import check_store_free
 
 log = logging.getLogger("jaxinfer")
 
@@ -22,7 +21,7 @@ ERROR_SAMPLES = 8
 def run(options: argparse.Namespace) -> int:
     """Prints the path of the store; how well it was done, where that was measured, goes to standard error."""
     plan = resolve(options.plan, "--plan ")
-    check_free(pathlib.Path(options.out).expanduser())
+    check_store_free(options.out)
     calibration = calibration_for(options, plan)
     common = {
         "calibration": calibration,
@@ -35,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         report = write_draft(options.model, options.target, plan, options.out, **common)
     if not options.quiet:
-        print(report or "quality: not measured; --judge or --calibration FILE measures it", file=sys.stderr)
+        print(report or "quality: not measured", file=sys.stderr)
     print(options.out)
     return 0
 
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 def calibration_for(options: argparse.Namespace, plan: Plan) -> Calibration | Windows | None:
     """The text to calibrate with and to judge by; None where nothing looks at any.
 
-    What is judged because nobody said otherwise is not, with a warning, where the tokenizer cannot read the text.
+    What is judged because nobody said otherwise is not, with a warning, where no tokenizer can read the text.
     """
     if options.calibration is None and options.evaluation is not None:
         raise ValueError("--evaluation goes with --calibration, the text to calibrate with; give both")
@@ -60,9 +59,10 @@ def calibration_for(options: argparse.Namespace, plan: Plan) -> Calibration | Wi
         return calibration
     with open_source(options.model, progress=not options.quiet) as source:
         if source.tokenizer is None:
+            log.warning("%s: quality is not measured: it has no tokenizer to read text with", options.model)
             return None
         try:
-            return windows_for(calibration, source.tokenizer, source.config)
+            return windows_for(calibration, source.tokenizer, source.config, options.model)
         except ValueError as error:
-            log.warning("%s: quality is not measured: %s", options.model, error)
+            log.warning("%s: quality is not measured: %s; --calibration FILE may be of its words", options.model, error)
             return None

@@ -12,6 +12,7 @@ from jaxinfer.engine.sequence import Sequence as Track
 from jaxinfer.engine.settings import Settings
 from jaxinfer.outputs import Delta, RequestOutput
 from jaxinfer.request import Request
+from jaxinfer.surrogates import not_unicode
 
 type Callback = Callable[[Delta], object]
 
@@ -53,6 +54,9 @@ def check_submission(request_id: object, callback: object, arrived: object) -> N
     """Raises ValueError for arguments of `Engine.submit` that would do harm only later."""
     if request_id is not None and not isinstance(request_id, str):
         raise ValueError(f"request_id={request_id!r}; expected a string")
+    problem = None if request_id is None else not_unicode(request_id)
+    if problem is not None:
+        raise ValueError(f"request_id={request_id!r} {problem}; give another")
     if callback is not None and not callable(callback):
         raise ValueError(f"callback={callback!r}; expected a function of one argument, a Delta")
     if arrived is not None and not (isinstance(arrived, int | float) and math.isfinite(arrived)):
@@ -70,8 +74,8 @@ def check_room(requests: Sequence[Request], settings: Settings, context: int) ->
     for request in requests:
         length, where = len(request.prompt), f"prompt {request.prompt_index}"
         if length > min(context, pool_tokens):
-            limit = f"max_context={context}" if context <= pool_tokens else pool_name
-            raise RequestTooLong(f"{where} has {length} tokens, more than {limit}; shorten it or raise that")
+            limit, raised = (f"max_context={context}", "that") if context <= pool_tokens else (pool_name, name)
+            raise RequestTooLong(f"{where} has {length} tokens, more than {limit}; shorten it or raise {raised}")
         request.max_tokens = min(request.max_tokens, context - length + 1)
         if length + request.max_tokens - 1 > pool_tokens:
             if request.params.max_tokens is not None:

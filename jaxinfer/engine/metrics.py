@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 import time
 from collections.abc import Iterable
 from typing import Literal
@@ -100,7 +101,12 @@ class EngineMetrics:
     """With a draft."""
 
     def prometheus(self, prefix: str = "jaxinfer") -> str:
-        """The same in Prometheus' text format, each value with its type."""
+        """The same in Prometheus' text format, each value with its type. Raises ValueError for what is no prefix."""
+        if not isinstance(prefix, str) or not re.fullmatch("[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
+            raise ValueError(
+                f"prefix={prefix!r}; expected ASCII letters, digits, underscores and colons, not a digit first: names "
+                "of metrics have no others"
+            )
         lines = []
         values = dataclasses.asdict(self)
         del values["speculation"]

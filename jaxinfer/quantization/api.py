@@ -36,7 +36,7 @@ from jaxinfer.quantization.quantizer import QuantizingReader
 from jaxinfer.quantization.report import QuantizationReport
 from jaxinfer.source import open_source
 from jaxinfer.store.create import create, plan_mapping, save, written_dtype
-from jaxinfer.store.unfinished import check_free
+from jaxinfer.store.unfinished import check_store_free
 from jaxinfer.store.writer import StoreWriter
 from jaxinfer.tokenization import Tokenizer
 
@@ -75,8 +75,8 @@ def quantize(
     `out` writes a store (`jaxinfer.store`) and returns the model of it; from a path it never holds more than a layer.
     What is not packed there is bfloat16, unless `dtype` is another. A store of unknown quality is made with a warning.
 
-    Raises FileExistsError for an `out` that exists, and ValueError for a plan that does not fit the model, or that
-    names weights which are packed already.
+    Raises FileExistsError for an `out` that exists, and ValueError for one that is not Unicode, and for a plan that
+    does not fit the model, or that names weights which are packed already.
     """
     plan = resolve(plan, "plan=")
     if out is not None:
@@ -131,7 +131,7 @@ def _into_store(
     dtype: jnp.dtype | type | str | None,
     progress: bool | None,
 ) -> Model:
-    check_free(out.expanduser())
+    check_store_free(out)
     if isinstance(model_or_path, Model):
         options = {"calibration": calibration, "promote_above": promote_above, "dtype": dtype, "progress": progress}
         model = quantize(model_or_path, plan, **options)
@@ -168,14 +168,14 @@ def write_quantized(
     if not (plan.needs_calibration or promote_above is not None or calibration is not None):
         create(path_or_name, out, dtype=dtype, plan=plan, progress=progress)
         return None
-    check_free(pathlib.Path(out).expanduser())
+    check_store_free(out)
     dtype = None if dtype is None else weights_dtype_for(dtype)
     start_device()
     name = os.fspath(path_or_name)
     progress = is_watched() if progress is None else progress
     with open_source(path_or_name, progress=progress) as source:
         weights_dtype = written_dtype(source, dtype, name)
-        windows = windows_for(calibration, source.tokenizer, source.config)
+        windows = windows_for(calibration, source.tokenizer, source.config, name)
         quantizer = CalibratedQuantizer(source.config, plan, windows, weights_dtype, promote_above=promote_above)
         request = WeightsRequest(name, weights_dtype, False, None, progress=False, streamed=True, fitted=plan)
         with StoreWriter(out, source.config, weights_dtype, model=name, files=source.files()) as store:
@@ -199,14 +199,14 @@ def _calibrated(
             raise ValueError("dtype is for a path: a loaded model keeps its own")
         model = model_or_path
         pieces = dense_pieces(model)
-        windows = windows_for(calibration, model.tokenizer, model.config)
+        windows = windows_for(calibration, model.tokenizer, model.config, model.name)
         quantizer = CalibratedQuantizer(model.config, plan, windows, model.dtype, promote_above=promote_above)
         params = from_pieces(quantizer.pieces(pieces, progress=progress))
         return dataclasses.replace(model, params=params, quantization=quantizer.report())
     start_device()
     weights_dtype, name = weights_dtype_for(dtype), os.fspath(model_or_path)
     with open_source(model_or_path, progress=progress) as source:
-        windows = windows_for(calibration, source.tokenizer, source.config)
+        windows = windows_for(calibration, source.tokenizer, source.config, name)
         quantizer = CalibratedQuantizer(source.config, plan, windows, weights_dtype, promote_above=promote_above)
         check_memory(source.config, weights_dtype, name, plan=plan)
         request = WeightsRequest(name, weights_dtype, False, None, progress=False, streamed=True, fitted=plan)
@@ -214,11 +214,21 @@ def _calibrated(
         return Model(source.config, params, source.tokenizer, weights_dtype, name, quantization=quantizer.report())
 
 
-def windows_for(calibration: CalibrationText | None, tokenizer: Tokenizer | None, config: ModelConfig) -> Windows:
-    """The token ids of calibration text; by default of the bundled novel. Raises ValueError for ids unknown to it."""
+def windows_for(
+    calibration: CalibrationText | None, tokenizer: Tokenizer | None, config: ModelConfig, name: str
+) -> Windows:
+    """The token ids of calibration text; by default of the bundled novel. `name` is the model's.
+
+    Raises ValueError for token ids that the model does not have, and for text without a tokenizer.
+    """
     if isinstance(calibration, Windows):
         calibration.check(config.num_tokens, config.max_position_embeddings)
         return calibration
+    if tokenizer is None:
+        raise ValueError(
+            f"{name} has no tokenizer to read calibration texts with; add its tokenizer.json, or from Python pass "
+            "Windows of token ids"
+        )
     if calibration is None:
         calibration = Calibration.bundled()
         log.info("calibrating with %s; text of your own domain is better: calibration=[paths]", calibration.source)

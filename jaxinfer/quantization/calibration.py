@@ -146,10 +146,8 @@ class Calibration:
             raise ValueError(f"{source}: no text is left to calibrate with; give more, or other evaluation files")
         return cls(tuple(documents), tuple(kept), source, samples, length, evaluation_samples)
 
-    def windows(self, tokenizer: Tokenizer | None, longest: int) -> Windows:
-        """The token ids, in windows of at most `longest` tokens. Raises ValueError for a model without a tokenizer."""
-        if tokenizer is None:
-            raise ValueError("the model has no tokenizer to read calibration texts with; pass Windows of token ids")
+    def windows(self, tokenizer: Tokenizer, longest: int) -> Windows:
+        """The token ids, in windows of at most `longest` tokens."""
         length = min(self.length, longest)
         calibration = _cut(tokenizer, self.documents, length, self.samples)
         evaluation = _cut(tokenizer, self.evaluation, length, self.evaluation_samples)

@@ -24,7 +24,7 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.source import open_source
 from jaxinfer.speculative.compatibility import WithTokens, check_model, check_tokens
 from jaxinfer.store.create import STORE_DTYPE, save
-from jaxinfer.store.unfinished import check_free
+from jaxinfer.store.unfinished import check_store_free
 from jaxinfer.tokenization import Tokenizer
 
 PROMPT_TOKENS = 32
@@ -83,7 +83,7 @@ def _checked(
     """The windows that the target will continue. Raises ValueError for all that can be told without the weights."""
     check_tokens(target, draft)
     shorter = min(target.config, draft.config, key=lambda config: config.max_position_embeddings)
-    windows = windows_for(calibration, target.tokenizer, shorter)
+    windows = windows_for(calibration, target.tokenizer, shorter, target.name)
     check_request(draft.config, plan, windows, promote_above)
     return windows
 
@@ -118,7 +118,7 @@ def write_draft(
     What is not packed in the store is bfloat16, unless `dtype` is another. Raises FileExistsError for an `out` that
     exists, and what `load` and `quantize_draft` raise, before any weight is read where it can be told.
     """
-    check_free(pathlib.Path(out).expanduser())
+    check_store_free(out)
     dtype = weights_dtype_for(STORE_DTYPE if dtype is None else dtype)
     progress = is_watched() if progress is None else progress
     windows = _checked(_unread(draft, progress), _unread(target, progress), plan, calibration, promote_above)

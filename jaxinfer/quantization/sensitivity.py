@@ -78,7 +78,7 @@ def sensitivity(
     """
     table = unmeasured(model, precisions, measure_head=measure_head)
     _check(model, max_tokens)
-    windows = windows_for(calibration, model.tokenizer, model.config).calibration
+    windows = windows_for(calibration, model.tokenizer, model.config, model.name).calibration
     windows = windows[: max(1, max_tokens // max(1, windows.shape[1])), :max_tokens]
     if windows.size == 0:
         raise ValueError("there are no tokens to calibrate with; give more text")

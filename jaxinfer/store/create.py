@@ -15,7 +15,7 @@ from jaxinfer.model import Model, weights_dtype_for
 from jaxinfer.params import TOP, Piece, layer_specs, linear_names, piece_name
 from jaxinfer.quantization.plan import Plan, resolve
 from jaxinfer.source import Source, StoreSource, open_source
-from jaxinfer.store.unfinished import check_free
+from jaxinfer.store.unfinished import check_store_free
 from jaxinfer.store.writer import StoreWriter
 
 log = logging.getLogger("jaxinfer")
@@ -38,11 +38,12 @@ def create(
     that can stay packed do, and the rest has `dtype`, by default bfloat16 (of a store: its own). The arrays are those
     that this device's kernels read.
 
-    Raises FileExistsError where there is something at `out`, and what `jaxinfer.load` raises.
+    Raises FileExistsError where there is something at `out`, ValueError for a path that is not Unicode, and what
+    `jaxinfer.load` raises.
     """
     resolved = None if plan is None else resolve(plan)
     out = pathlib.Path(out).expanduser()
-    check_free(out)
+    check_store_free(out)
     dtype = None if dtype is None else weights_dtype_for(dtype)
     start_device()
     progress = is_watched() if progress is None else progress
@@ -99,7 +100,7 @@ def save(
 
     Raises FileExistsError where there is something at `out`, and FileNotFoundError where that checkpoint is gone.
     """
-    check_free(pathlib.Path(out).expanduser())
+    check_store_free(out)
     files: Mapping[str, bytes] = {}
     if model.tokenizer is not None:
         with open_source(model.name, progress=False) as source:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import filelock
 
+from jaxinfer.surrogates import not_unicode
+
 log = logging.getLogger("jaxinfer")
 
 UNFINISHED = ".unfinished-"
@@ -62,6 +64,18 @@ def check_free(path: pathlib.Path) -> None:
             raise FileExistsError(
                 f"{path} is being written by another process ({folder.name}); wait for it, or write to another path"
             )
+
+
+def check_store_free(out: str | os.PathLike[str]) -> pathlib.Path:
+    """The absolute path of a store to write, free as `check_free` has it. Raises ValueError for one that is not
+    Unicode, also by the current folder: what writes the arrays, TensorStore, takes UTF-8 only."""
+    given = pathlib.Path(out).expanduser()
+    path = given.absolute()
+    problem = not_unicode(str(path))
+    if problem is not None:
+        raise ValueError(f"no store can be written to {str(path)!r}: the path {problem}; write to another path")
+    check_free(given)
+    return path
 
 
 def _check_absent(path: pathlib.Path) -> None:

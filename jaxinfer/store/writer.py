@@ -19,7 +19,7 @@ from jaxinfer.params import Piece
 from jaxinfer.store.checksums import checksum
 from jaxinfer.store.manifest import MANIFEST, ORIGINAL, WEIGHTS, device_name, read_manifest, versions, write_manifest
 from jaxinfer.store.structure import describe, named_arrays
-from jaxinfer.store.unfinished import check_free, written_whole
+from jaxinfer.store.unfinished import check_store_free, written_whole
 
 log = logging.getLogger("jaxinfer")
 
@@ -51,12 +51,11 @@ class StoreWriter:
     ) -> None:
         """`model` names what it is made from, of a path the last part; `files` are those of the original that are no
         weights, by name; `plan` and `quality` are JSON objects."""
-        self.path = pathlib.Path(path).expanduser().absolute()
+        self.path = check_store_free(path)
         self.config, self.plan, self.quality = config, plan, quality
         self._dtype, self._model, self._files = dtype, pathlib.Path(model).name, files
         self._described: dict[str, dict[str, Any]] = {}
         self._checksums: dict[str, str] = {}
-        check_free(self.path)
 
     def __enter__(self) -> "StoreWriter":
         with contextlib.ExitStack() as stack:
