@@ -63,6 +63,7 @@ def test_short_texts_have_both_sides_and_one_passage_says_what_is_missing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("",), "a calibration file is ''; expected the path"),
         ((3,), "a calibration file is 3; expected the path"),
         (([None],), "a calibration file is None; expected the path"),
     ],
