@@ -274,6 +274,8 @@ def main() -> None:
         model = ji.load(name, packed=False)
         length = min(arguments.length, model.config.max_position_embeddings)
         text = Calibration.bundled(samples=1, length=length, evaluation_samples=arguments.windows)
+        if model.tokenizer is None:
+            raise SystemExit(f"{name} has no tokenizer to read text with")
         windows = text.windows(model.tokenizer, model.config.max_position_embeddings).evaluation
         measure_quality(recorder, model, name, windows, arguments.kv)
         return

@@ -77,6 +77,8 @@ def main() -> None:
     arguments = parser.parse_args()
     recorder = Recorder("quality", arguments.results)
     original = ji.load(arguments.model, dtype="bfloat16", packed=False)
+    if original.tokenizer is None:
+        raise SystemExit(f"{arguments.model} has no tokenizer to read text with")
     sizes = {"samples": arguments.samples, "length": arguments.length}
     longest = original.config.max_position_embeddings
     texts = Calibration.bundled(**sizes, evaluation_samples=max(1, arguments.tokens // arguments.length))

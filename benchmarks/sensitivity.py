@@ -57,6 +57,8 @@ def main() -> None:
     arguments = parser.parse_args()
     recorder = Recorder("quality", arguments.results)
     original = ji.load(arguments.model, dtype="bfloat16", packed=False)
+    if original.tokenizer is None:
+        raise SystemExit(f"{arguments.model} has no tokenizer to read text with")
     rows = max(1, arguments.tokens // arguments.length)
     texts = Calibration.bundled(samples=arguments.samples, length=arguments.length, evaluation_samples=rows)
     windows = texts.windows(original.tokenizer, original.config.max_position_embeddings)
