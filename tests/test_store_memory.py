@@ -95,11 +95,9 @@ def test_a_store_is_written_with_a_layer_in_memory_and_read_with_nothing_beside_
 
 @pytest.mark.gpu
 def test_a_store_needs_no_memory_of_the_device_beside_the_model(tmp_path: pathlib.Path) -> None:
-    """The arrays come as kernels read them; made on the card, where a layer at a time is quantised. The allocator counts
-    more than it was asked for: on an H200 3.5 MB beside 170.
-    """
+    """The arrays come as kernels read them; made on the card, where a layer at a time is quantised."""
     source, store = tmp_path / "source", tmp_path / "store"
     write_source(source)
     measure(str(source), str(store))
     loaded = measure(str(store))
-    assert loaded["final"] <= loaded["device"] <= loaded["final"] + (4 << 20)
+    assert loaded["final"] <= loaded["device"] <= loaded["final"] + (1 << 20)
