@@ -50,6 +50,13 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+PEERS_OF = {
+    "decode": {"tokens_per_s": "decode", "ttft_ms": "first_token_ms", "ready_cold_s": "ready_s"},
+    "throughput": {"output_tokens_per_s": "throughput"},
+}
+"""By benchmark and metric: the section of the peers' figures for the same work."""
+
+
 def peers_for(peers: Mapping[str, list[dict]], section: str, metric: str, case: Mapping[str, object]) -> str:
     """Every peer's figure for the same model, weights and size: "vLLM 0.24.0: 201"."""
     found = []
@@ -73,12 +80,7 @@ def section(name: str, cases: Mapping[Case, Mapping[str, Record]], peers: Mappin
 
     for (keys, metrics), unsorted in shapes.items():
         group = sorted(unsorted, key=lambda case: [order(value) for _, value in case])
-        peer_of = {
-            "tokens_per_s": "decode",
-            "ttft_ms": "first_token_ms",
-            "ready_cold_s": "ready_s",
-            "output_tokens_per_s": "throughput",
-        }
+        peer_of = PEERS_OF.get(name, {})
         compared = next((metric for metric in metrics if metric in peer_of), None)
         units = {metric: cases[group[0]][metric]["unit"] for metric in metrics}
         header = [*keys, *[f"{metric} [{units[metric]}]" if units[metric] else metric for metric in metrics], "commit"]

@@ -199,7 +199,13 @@ def case_of(
     model: ji.Model, found: Comparison, ids: list, options: argparse.Namespace, mode: str, **more: object
 ) -> dict[str, object]:
     """What a record of a real model says of its run."""
-    case = {"target": options.model, "weights": str(model.dtype), "draft": found.draft, "k": found.k, "batch": len(ids)}
+    case = {
+        "target": pathlib.Path(options.model).name,
+        "weights": str(model.dtype),
+        "draft": found.draft,
+        "k": found.k,
+        "batch": len(ids),
+    }
     return case | {"mode": mode} | more | {"output": options.output}
 
 

@@ -1,5 +1,6 @@
 """How much memory is left, on the device and on the host; and bytes in words."""
 
+import ctypes
 import os
 import pathlib
 import sys
@@ -25,11 +26,41 @@ def shown_binary(num_bytes: int) -> str:
 
 
 def free_device_bytes() -> int | None:
-    """Bytes that the first device's allocator has left; None where it does not tell, as on a CPU."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats is None or "bytes_limit" not in stats:
+    """Bytes that arrays can still take on the first device; None on a CPU, where no allocator tells.
+
+    JAX's usual allocator for GPUs knows. Those that take memory from the driver as they go (XLA_PYTHON_CLIENT_ALLOCATOR
+    of cuda_async or platform) have no limit of their own: then it is what the driver has, and what they hold unused.
+    """
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if stats.get("bytes_limit"):
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    if device.platform == "cpu":
         return None
-    return stats["bytes_limit"] - stats["bytes_in_use"]
+    held = max(0, stats.get("pool_bytes", 0) - stats.get("bytes_in_use", 0))
+    return _free_in_driver(device.local_hardware_id or 0) + held
+
+
+def _free_in_driver(index: int) -> int:
+    """Free bytes of a CUDA device (CUDA driver API, cuMemGetInfo)."""
+    driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+
+    def call(function: str, *arguments: object) -> None:
+        if code := getattr(driver, function)(*arguments):
+            raise RuntimeError(f"{function} of the CUDA driver failed with error {code}: free memory is not known")
+
+    call("cuDeviceGet", ctypes.byref(device), index)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        call("cuCtxPushCurrent_v2", context)
+        try:
+            call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        finally:
+            call("cuCtxPopCurrent_v2", ctypes.byref(context))
+    finally:
+        call("cuDevicePrimaryCtxRelease_v2", device)
+    return free.value
 
 
 def free_host_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:

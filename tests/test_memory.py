@@ -2,7 +2,10 @@
 
 import gc
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import markov
@@ -64,6 +67,26 @@ GPU_CONFIG = markov.CONFIG | {
 def gpu_model(tmp_path: pathlib.Path) -> pathlib.Path:
     (tmp_path / "config.json").write_text(json.dumps(GPU_CONFIG))
     return tmp_path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allocator", ["cuda_async", "platform"])
+def test_free_memory_is_known_with_allocators_that_have_no_limit(allocator: str) -> None:
+    """What is free shrinks by what an array takes; loading would be refused with 0 bytes free."""
+    command = """
+import jax, numpy
+from jaxinfer.memory import free_device_bytes
+jax.block_until_ready(jax.device_put(numpy.zeros(1)))
+before = free_device_bytes()
+array = jax.block_until_ready(jax.numpy.zeros(1 << 28, "uint8"))
+assert 2 << 28 < before
+assert (1 << 28) * 0.9 < before - free_device_bytes() < (1 << 28) * 1.5, (before, free_device_bytes())
+"""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": allocator}
+    environment.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
+    run = [sys.executable, "-c", command]
+    result = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
 
 
 def bytes_in_use() -> int:

@@ -49,7 +49,8 @@ print(json.dumps(found))
 
 def measure(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-c", MEASURE, *arguments]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # From one region of device memory pieces are cut as asked for: see test_quantized_memory.py.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
