@@ -306,17 +306,22 @@ def write(folder: pathlib.Path, tensors: Tensors, config: Mapping[str, Any]) -> 
     save(folder / "model.safetensors", tensors)
 
 
-@functools.cache
-def _content(name: str, prefix: str) -> tuple[Tensors, Tensors]:
-    encode, _ = FORMATS[name]
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
-    plain: Tensors = {
+def plain_tensors(rng: np.random.Generator, prefix: str = "model.") -> Tensors:
+    """All but the linear weights of the layers."""
+    return {
         f"{prefix}embed_tokens.weight": rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32),
         f"{prefix}norm.weight": np.ones(HIDDEN, np.float32),
         f"{prefix}layers.0.input_layernorm.weight": np.ones(HIDDEN, np.float32),
         f"{prefix}layers.0.post_attention_layernorm.weight": np.ones(HIDDEN, np.float32),
         "lm_head.weight": rng.normal(0, 0.2, (VOCAB, HIDDEN)).astype(np.float32),
     }
+
+
+@functools.cache
+def _content(name: str, prefix: str) -> tuple[Tensors, Tensors]:
+    encode, _ = FORMATS[name]
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    plain = plain_tensors(rng, prefix)
     parts, values = dict(plain), dict(plain)
     for module, (out, inputs) in LINEAR.items():
         module_parts, dense = encode(rng, out, inputs)
