@@ -130,6 +130,18 @@ def packed_integers(bits: int, symmetric: bool, order: bool = False) -> Encode:
     return encode
 
 
+def packed_channel(rng: np.random.Generator, out: int, inputs: int) -> tuple[Tensors, np.ndarray]:
+    """One scale and one zero an output."""
+    codes, zeros, scales = packing.random_weight(rng, out, inputs, inputs, 4)
+    parts = {
+        "weight_packed": packing.pack_rows(codes, 4),
+        "weight_scale": scales,
+        "weight_shape": np.array([out, inputs]),
+        "weight_zero_point": packing.pack_columns(zeros, 4),
+    }
+    return parts, packing.values(codes, zeros, scales, np.zeros(inputs, int))
+
+
 def int8(rng: np.random.Generator, out: int, inputs: int) -> tuple[Tensors, np.ndarray]:
     weight = rng.integers(-128, 128, (out, inputs)).astype(np.int8)
     scale = rng.uniform(0.001, 0.01, (out, 1)).astype(ml_dtypes.bfloat16)
@@ -251,6 +263,10 @@ FORMATS: dict[str, tuple[Encode, dict[str, Any]]] = {
     "packed int4": (packed_integers(4, True), compressed("pack-quantized", **INT4, symmetric=True)),
     "packed int4 asymmetric": (packed_integers(4, False), compressed("pack-quantized", **INT4, symmetric=False)),
     "packed int4 order": (packed_integers(4, True, True), compressed("pack-quantized", **INT4, symmetric=True)),
+    "packed int4 channel": (
+        packed_channel,
+        compressed("pack-quantized", num_bits=4, type="int", strategy="channel", symmetric=False),
+    ),
     "packed int8 asymmetric": (
         packed_integers(8, False),
         compressed("pack-quantized", **INT4 | {"num_bits": 8}, symmetric=False),
