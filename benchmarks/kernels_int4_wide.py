@@ -29,7 +29,15 @@ from benchmarks.kernels_int4 import BF16, DOWN, ROTATED_BYTES, UP, Case, random_
 from pallas_kernels.int4_matmul import PackedInt4, wide, wide_dequantize, wide_tuning
 from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
 
-SHAPES = {"up": UP, "down": DOWN, "o": (4096, 4096), "qkv": (4096, 6144), "gate_up": (4096, 28672)}
+SHAPES = {
+    "up": UP,
+    "down": DOWN,
+    "o": (4096, 4096),
+    "qkv": (4096, 6144),
+    "gate_up": (4096, 28672),
+    "gate_up_12288": (4096, 24576),
+    "down_12288": (12288, 4096),
+}
 CASES = [
     *((64, name) for name in ("up", "down", "o", "qkv", "gate_up")),
     *((32, name) for name in ("up", "down")),
@@ -39,9 +47,28 @@ CASES = [
 
 
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (80, "gate_up", [{}, {"turns": 1}]),
-    (64, "gate_up", [{}, {"turns": 1}]),
-    (80, "down", [{}, {"turns": 1}]),
+    (
+        128,
+        "qkv",
+        [
+            {"warpgroups": 1, "slices": 1},
+            {"tokens": 64, "slices": 1, "turns": 1},
+        ],
+    ),
+    (
+        256,
+        "qkv",
+        [
+            {"tokens": 64, "warpgroups": 3, "cluster": 2, "blocks": 132, "turns": 1},
+            {"tokens": 128, "warpgroups": 3, "slices": 2, "cluster": 2, "blocks": 132, "turns": 1},
+        ],
+    ),
+    (256, "o", [{"turns": 1}, {"tokens": 64, "slices": 1, "turns": 1}]),
+    (1024, "o", [{"tokens": 128, "warpgroups": 2, "tiles": 1, "cluster": 2, "blocks": 132, "turns": 1}]),
+    (80, "qkv", [{"warpgroups": 1, "slices": 1, "cluster": 4, "blocks": 112}]),
+    (80, "o", [{"warpgroups": 1, "slices": 2}]),
+    (80, "gate_up_12288", [{}, {"turns": 1}]),
+    (80, "down_12288", [{"warpgroups": 1, "stages": 4, "blocks": 264}]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
