@@ -228,19 +228,19 @@ def test_group_index_out_of_range(bad: int, rng: np.random.Generator) -> None:
 # --- compressed-tensors
 
 
+def whole_codes(bits: int, rows: np.ndarray) -> np.ndarray:
+    """Each word holds as many codes as fit whole."""
+    per_word = 32 // bits
+    starts = range(0, rows.shape[1], per_word)
+    return np.array([[packing.words(r[i : i + per_word].tolist(), bits)[0] for i in starts] for r in rows], np.int32)
+
+
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_odd_widths_packed_without_straddling(bits: int, symmetric: bool, rng: np.random.Generator) -> None:
     """compressed-tensors#715: before #732 a word held 32 // bits whole codes; only the width tells."""
     codes, zeros, scales = packing.random_weight(rng, 16, 96, 32, bits)
-    per_word = 32 // bits
-
-    def pad(rows: np.ndarray) -> np.ndarray:
-        starts = range(0, rows.shape[1], per_word)
-        return np.array(
-            [[packing.words(r[i : i + per_word].tolist(), bits)[0] for i in starts] for r in rows], np.int32
-        )
-
+    pad = functools.partial(whole_codes, bits)
     parts = {"weight_packed": pad(codes), "weight_scale": scales, "weight_shape": np.array([16, 96])}
     if not symmetric:
         parts["weight_zero_point"] = np.ascontiguousarray(pad(zeros.T).T)
@@ -248,6 +248,24 @@ def test_odd_widths_packed_without_straddling(bits: int, symmetric: bool, rng: n
     tensor = compressed_tensors.decode_packed(parts, bits, 32, WHERE)
     zeros = np.full_like(zeros, 2 ** (bits - 1)) if symmetric else zeros
     np.testing.assert_array_equal(all_values(tensor), packing.values(codes, zeros, scales, np.arange(96) // 32))
+
+
+@pytest.mark.parametrize("out_features", [16, 96])
+def test_widths_that_do_not_tell_follow_the_zero_points_then_the_library(
+    out_features: int, rng: np.random.Generator
+) -> None:
+    """A row of 30 codes of 3 bits has three words in either layout; 96 zeros have nine words or ten, 16 have two."""
+    codes, zeros, scales = packing.random_weight(rng, out_features, 30, 30, 3)
+    expected = packing.values(codes, zeros, scales, np.zeros(30, int))
+    common = {"weight_scale": scales, "weight_shape": np.array([out_features, 30])}
+    straddling = {"weight_packed": packing.pack_rows(codes, 3), "weight_zero_point": packing.pack_columns(zeros, 3)}
+    np.testing.assert_array_equal(
+        all_values(compressed_tensors.decode_packed(straddling | common, 3, None, WHERE)), expected
+    )
+    whole = {"weight_packed": whole_codes(3, codes), "weight_zero_point": whole_codes(3, zeros.T).T}
+    assert whole["weight_packed"].shape == straddling["weight_packed"].shape
+    read = all_values(compressed_tensors.decode_packed(whole | common, 3, None, WHERE))
+    assert np.array_equal(read, expected) == (out_features == 96)
 
 
 def test_compressed_tensors_activation_order(rng: np.random.Generator) -> None:

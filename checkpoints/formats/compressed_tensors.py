@@ -9,7 +9,8 @@
     weight int8 [out, in], weight_scale as above, weight_zero_point int8 like the scale
 
 The value is scale * (code - zero) with signed codes and zeros; both are stored with the same offset. Until version
-0.13 fields of 3, 5, 6 and 7 bits did not straddle words; the width tells which it is.
+0.13 fields of 3, 5, 6 and 7 bits did not straddle words; the width tells which it is. Where neither that of the weight
+nor that of its zero points tells, which takes fewer than 160 inputs, they straddle, as the library reads every file.
 https://github.com/vllm-project/compressed-tensors
 """
 
@@ -66,19 +67,20 @@ def decode_packed(
     packed = parts["weight_packed"]
     out_features, in_features = (int(n) for n in parts["weight_shape"].reshape(-1))
     bits = field_bits(packed.shape[1], in_features, bits, where)
-    take = fields if packed.shape[1] == math.ceil(in_features * bits / 32) else padded_fields
+    straddles = _straddles(packed.shape[1], in_features, bits)
+    stored_zeros = parts["weight_zero_point"].T if "weight_zero_point" in parts else None
+    zeros_straddle = None if stored_zeros is None else _straddles(stored_zeros.shape[1], out_features, bits)
+    # Weight and zeros were packed by the same version: one may tell of the other.
+    take = padded_fields if (zeros_straddle if straddles is None else straddles) is False else fields
     scales = _by_row(parts["weight_scale"], out_features)
     groups = scales.shape[1]
     size = check_group(in_features, groups, group_size, where)
     order = group_order(parts.get("weight_g_idx"), size, groups, in_features, where)
     container: Literal[4, 8] = 4 if bits <= 4 else 8
     zeros, shift = None, np.uint8(2 ** (container - 1) - 2 ** (bits - 1))
-    if "weight_zero_point" in parts:
-        stored = parts["weight_zero_point"].T
-        dense, padded = math.ceil(out_features * bits / 32), math.ceil(out_features / (32 // bits))
-        # The two widths may be equal; weight and zeros were packed by the same version.
-        unpack = take if dense == padded else fields if stored.shape[1] == dense else padded_fields
-        zeros, shift = np.ascontiguousarray(unpack(stored, bits)[:, :out_features].T), np.uint8(0)
+    if stored_zeros is not None:
+        unpack = take if zeros_straddle is None else fields if zeros_straddle else padded_fields
+        zeros, shift = np.ascontiguousarray(unpack(stored_zeros, bits)[:, :out_features].T), np.uint8(0)
 
     def rows(start: int, stop: int) -> Codes:
         codes = take(packed[start:stop], bits)[:, :in_features]
@@ -88,6 +90,12 @@ def decode_packed(
         return order.apply(Codes(codes, scales[start:stop], offsets, None, container, size))
 
     return QuantizedTensor((out_features, in_features), rows, order.permutation)
+
+
+def _straddles(words: int, count: int, bits: int) -> bool | None:
+    """Whether fields straddle the words that they fill; None where that many words hold them either way."""
+    dense, padded = math.ceil(count * bits / 32), math.ceil(count / (32 // bits))
+    return None if dense == padded else words == dense
 
 
 def field_bits(words: int, in_features: int, bits: int | None, where: str) -> int:
