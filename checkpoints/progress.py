@@ -7,6 +7,8 @@ from tqdm.auto import tqdm
 
 LOG_INTERVAL = 10.0
 """Seconds between two lines in a log; work that takes less says nothing there."""
+BEFORE_TOKENS = "no tokens yet: programs of new sizes are compiled first"
+"""What a bar says while nothing has come."""
 
 _LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} after {elapsed}, {remaining} left, {rate_fmt}{postfix}"
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from checkpoints.progress import progress_bar
+from checkpoints.progress import BEFORE_TOKENS, progress_bar
 from jaxinfer import kv_cache, steps, tiered_batch
 from jaxinfer.batch import PAGE_SIZE, Batch, Limits, bucket, cache_tokens, pool_pages
 from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
@@ -45,7 +45,8 @@ def generate(
     requests = requests_for(model, prompts, params)
     speculation = None if draft is None else as_speculation(draft)
     groups = _groups(model, requests, max_batch_size, speculation)
-    with progress_bar(total=len(requests), unit="request", desc="Generating", shown=progress, leave=False) as bar:
+    options = {"unit": "request", "desc": "Generating", "postfix": BEFORE_TOKENS, "leave": False}
+    with progress_bar(total=len(requests), shown=progress, **options) as bar:
         num_tokens = 0
         for delta in _run(model, groups, speculation):
             num_tokens += len(delta.token_ids)

@@ -1,9 +1,13 @@
 """Progress in a log: lines that can be read, now and then, and none for work that is short."""
 
+import functools
+import pathlib
 import re
 
+import markov
 import pytest
 
+import jaxinfer as ji
 from checkpoints import progress
 from checkpoints.progress import progress_bar
 
@@ -51,3 +55,26 @@ def test_where_somebody_watches_it_is_drawn_over_itself(clock, capsys, monkeypat
     drawn = capsys.readouterr().err
     assert "\rLoading:  50%|" in drawn
     assert "\n" not in drawn
+
+
+class Interrupted(Exception):
+    """Raised where programs would be compiled."""
+
+
+@pytest.mark.parametrize("place", ["jaxinfer.generation._run", "jaxinfer.Engine._advance"])
+def test_before_the_first_token_a_bar_says_what_is_waited_for(
+    place: str, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Programs of new sizes are compiled in a call that draws nothing; on a large model that takes a while."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(progress, "is_watched", lambda: True)
+    monkeypatch.setattr(place, interrupt)
+    model = ji.load(markov.save(tmp_path, markov.chain(0, 1, 2, 3)), progress=False)
+    with ji.Engine(model, ji.EngineConfig(num_pages=5, max_decode_batch=1)) as engine:
+        generate = engine.generate if "Engine" in place else functools.partial(ji.generate, model)
+        with pytest.raises(Interrupted):
+            generate([[0]], ji.SamplingParams(max_tokens=2), progress=True)
+    assert "0/1 [00:00<?, ?request/s, no tokens yet: programs of new sizes are compiled" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Generator, Iterable
 
 import jax
 
-from checkpoints.progress import is_watched, progress_bar
+from checkpoints.progress import BEFORE_TOKENS, is_watched, progress_bar
 from jaxinfer.engine.drafting_runner import DraftingRunner
 from jaxinfer.engine.errors import RequestTooLong, UnknownRequest
 from jaxinfer.engine.jobs import Callback, check_submission
@@ -110,8 +110,9 @@ class Engine(EngineReaders):
             jobs = self._open(self._checked(prompts, params), interactive=False, num_kept=0)
         before = (self._meter.prompt_tokens, self._meter.output_tokens)
         start = time.perf_counter()
+        options = {"unit": "request", "desc": "Generating", "postfix": BEFORE_TOKENS, "leave": False}
         try:
-            with progress_bar(total=len(jobs), unit="request", desc="Generating", shown=shown, leave=False) as bar:
+            with progress_bar(total=len(jobs), shown=shown, **options) as bar:
                 unfinished = list(jobs)
                 while unfinished:
                     with self._lock:
