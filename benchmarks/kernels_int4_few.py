@@ -85,6 +85,14 @@ CASES = [
     Case(1, *QKV, 6.3, ONE, fusion=NORM),
     Case(1, *OUT, 4.7, ASYNCHRONOUS, fusion=RESIDUAL),
     Case(8, *OUT, 6.0, dataclasses.replace(ASYNCHRONOUS, strips=2), fusion=RESIDUAL),
+    Case(1, *QKV, 6.5, ONE, group=64, fusion=NORM),
+    Case(1, *OUT, 4.7, ASYNCHRONOUS, group=64, fusion=RESIDUAL),
+    Case(1, *GATE_UP, 17.8, ONE, group=64, fusion=NORM_GATE),
+    Case(1, *DOWN, 9.7, TALL, group=64),
+    Case(5, *QKV, 7.4, WIDE, group=64, fusion=NORM),
+    Case(5, *OUT, 5.9, dataclasses.replace(ASYNCHRONOUS, strips=2), group=64, fusion=RESIDUAL),
+    Case(5, *GATE_UP, 20.0, WIDE, group=64, fusion=NORM_GATE),
+    Case(5, *DOWN, 10.5, TALL, group=64),
 ]
 """What is in use by its measured time, then what tuning does not choose because it has not been measured."""
 STAMPED = [

@@ -24,7 +24,8 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.harness import RESULTS, Recorder
 from benchmarks.kernels_int4 import BF16, DOWN, GATE_UP, NORM, NORM_GATE, OUT, QKV, Case, random_weight
-from pallas_kernels.int4_matmul import mosaic, tuning
+from pallas_kernels.int4_matmul import int4_matmul_of_sum, int4_slices, mosaic, sum_slices, tuning
+from pallas_kernels.int4_matmul.mlp import gated_slices
 from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Schedule
 from pallas_kernels.paged_attention import decode_attention
 
@@ -33,10 +34,10 @@ HEAD_DIM, PAGE, PAGES, POSITION = 128, 16, 32, 256
 RESIDUAL = Fusion(residual=True)
 
 
-def at_once(shape: tuple[int, int], fusion: Fusion, *, parts: int, each: int = 1) -> Schedule:
+def at_once(shape: tuple[int, int], fusion: Fusion, *, parts: int, each: int = 1, tiles: int = 1) -> Schedule:
     """Blocks of `each` strips of results, all of it fetched at once; warps of `parts` x 128 inputs."""
     (inputs, outputs), strips = shape, (2 if fusion.gated else 1) * each
-    return Schedule(inputs // PART // parts, parts, strips, strips, outputs // 16 // strips, once=True)
+    return Schedule(inputs // PART // parts, parts, strips, strips, outputs // 16 // strips, once=True, tiles=tiles)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,20 +70,27 @@ DRAFT = {
     "gate_up": ((1024, 6144), NORM_GATE),
     "down": ((3072, 1024), RESIDUAL),
 }
+NORMED = ("qkv", "gate_up")
 WIDER = {"o", "down"}
 """Products with 256 inputs a warp, so that the sum over warps is short."""
 
 
-def small(*, narrow: int = 1, qkv: int = 1) -> dict[str, Schedule]:
-    """`narrow`: parts of the products that are not wider; `qkv`: strips of a block of qkv."""
+def small(
+    *, narrow: int = 1, qkv: int = 1, gate_up: int = 1, tiles: int = 1, wider_tiles: int = 1
+) -> dict[str, Schedule]:
+    """`narrow`: parts of the products that are not wider; `qkv`, `gate_up`: strips of results of a block of these.
+
+    `tiles` are those of the tokens, `wider_tiles` of the wider products'.
+    """
     schedules = {}
     for name, product in DRAFT.items():
-        each = qkv if name == "qkv" else 1
-        schedules[name] = at_once(*product, parts=2 if name in WIDER else narrow, each=each)
+        each = {"qkv": qkv, "gate_up": gate_up}.get(name, 1)
+        options = {"parts": 2, "tiles": wider_tiles} if name in WIDER else {"parts": narrow, "tiles": tiles}
+        schedules[name] = at_once(*product, each=each, **options)
     return schedules
 
 
-RING = "a ring"
+RING, MANY = "a ring", "the kernels for many rows"
 SMALL = Model(
     layers=16,
     heads=16,
@@ -98,6 +106,10 @@ SMALL = Model(
         },
         "qkv two strips": small(qkv=2),
         "256 inputs a warp": small(narrow=2),
+        MANY: {},
+        "two strips": small(qkv=2, gate_up=2, wider_tiles=2),
+        "a strip": small(wider_tiles=2),
+        "tiles of 16": small(tiles=2, wider_tiles=2),
     },
     predicted={
         (1, RING): 20.7,
@@ -110,6 +122,10 @@ SMALL = Model(
         (8, NOW): 24.0,
         (16, NOW): 29.3,
         (16, "qkv two strips"): 29.0,
+        (32, MANY): 40.0,
+        (32, "two strips"): 34.0,
+        (32, "a strip"): 37.0,
+        (32, "tiles of 16"): 37.0,
     },
 )
 MODELS = {"8b": LARGE, "0.6b": SMALL}
@@ -127,8 +143,9 @@ def random_layer(seed: jax.Array, model: Model) -> dict[str, Any]:
     return layer
 
 
-def program(model: Model, schedules: dict[str, Schedule], rows: int) -> Any:
+def program(model: Model, way: str, rows: int) -> Any:
     """jit of (x [rows, hidden], pools, layers) -> x behind the last layer, of every step."""
+    schedules = model.ways[way]
 
     def product(name: str, x: jax.Array, layer: dict[str, Any], residual: jax.Array) -> jax.Array:
         fusion, weight = model.products[name][1], layer[name]
@@ -141,18 +158,30 @@ def program(model: Model, schedules: dict[str, Schedule], rows: int) -> Any:
 
     def step(carry: Any, layers: list[dict[str, Any]]) -> tuple[Any, jax.Array]:
         x, pools = carry
-        start, after = x, []
+        start, after, pending = x, [], None
         table = jnp.arange(rows * PAGES, dtype=jnp.int32).reshape(rows, PAGES)
         positions = jnp.full((rows,), POSITION, jnp.int32)
         angles = jnp.zeros((rows, 1, HEAD_DIM // 2), jnp.float32)
         rope = (jnp.cos(angles), jnp.sin(angles))
         for layer, (keys, values) in zip(layers, pools, strict=True):
-            qkv = product("qkv", x, layer, x)
+            before_qkv, before_gate_up = ({"norm": layer[f"{name} norm"], "norm_eps": 1e-5} for name in NORMED)
+            if way == MANY:
+                if pending is None:
+                    pending = jnp.zeros((1, *x.shape), x.dtype)
+                qkv, x = int4_matmul_of_sum(x, pending, layer["qkv"], **before_qkv)
+            else:
+                qkv = product("qkv", x, layer, x)
             options = {"num_q_heads": model.heads, "scale": HEAD_DIM**-0.5}
             heads, *pool = decode_attention(qkv[:, None], keys, values, table, positions, *rope, **options)
             after.append(tuple(pool))
-            x = product("o", heads[:, 0], layer, x)
-            x = product("down", product("gate_up", x, layer, x), layer, x)
+            if way == MANY:
+                slices = int4_slices(heads[:, 0], layer["o"])
+                pending, x = gated_slices(x, slices, layer["gate_up"], layer["down"], **before_gate_up)
+            else:
+                x = product("o", heads[:, 0], layer, x)
+                x = product("down", product("gate_up", x, layer, x), layer, x)
+        if pending is not None:
+            x = x + sum_slices(pending, x.dtype)
         # Every step begins with the same x, and waits for the one before.
         return (jnp.where(jnp.isnan(x), x, start), after), x
 
@@ -210,9 +239,9 @@ def main() -> None:
     layers = [make(seed, model) for seed in range(model.layers)]
     jobs = list(model.predicted)
     if arguments.rows is not None:
-        jobs = [(rows, way) for rows in arguments.rows for way in model.ways]
+        jobs = [job for job in jobs if job[0] in arguments.rows]
     with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
-        lowered = [program(model, model.ways[way], rows).lower(*inputs(model, rows), layers) for rows, way in jobs]
+        lowered = [program(model, way, rows).lower(*inputs(model, rows), layers) for rows, way in jobs]
         compiled = list(pool.map(lambda one: one.compile(), lowered))
     first: dict[int, jax.Array] = {}
     for (rows, way), function in zip(jobs, compiled, strict=True):

@@ -239,7 +239,7 @@ def simulate(
 ) -> np.ndarray:
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, results]."""
     plan = Plan.of(x.shape[0], weight, schedule, fusion)
-    out = np.full(plan.slices * plan.rows * plan.results, np.nan, DTYPES[out_dtype])
+    out = np.full(plan.slices * plan.all_rows * plan.results, np.nan, DTYPES[out_dtype])
     arguments = strip.arguments_of(
         weight,
         weights=flat_weights(weight),
@@ -250,9 +250,9 @@ def simulate(
         out_dtype=out_dtype,
     )
     for slice_ in range(plan.slices):
-        for block in range(plan.blocks_per_slice):
+        for block in range(plan.blocks_per_slice * schedule.tiles):
             _run_block(plan, arguments, slice_, block)
-    return out.reshape(plan.slices, plan.rows, plan.results)
+    return out.reshape(plan.slices, plan.all_rows, plan.results)
 
 
 def flat_weights(weight: Packed) -> Weights:

@@ -87,6 +87,11 @@ def test_all_of_a_block_at_once_on_simulated_warps(rows, in_features, group_size
         check_simulated(rows, in_features, group_size, schedule, fusion, out_features=128, bound=4e-6)
 
 
+def test_tiles_of_tokens_have_blocks_of_their_own_on_simulated_warps() -> None:
+    schedule = Schedule(4, 1, 2, 2, 2, once=True, tiles=2)
+    check_simulated(20, 512, 128, schedule, Fusion(norm_eps=EPS, gated=True), out_features=64, bound=4e-6)
+
+
 def check_simulated(
     rows: int,
     in_features: int,

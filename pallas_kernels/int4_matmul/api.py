@@ -241,8 +241,9 @@ def mosaic_refusal(rows: int, dtype: DTypeLike, out_dtype: DTypeLike, w: Packed)
 def _mosaic(x: jax.Array, w: Packed, *, out_dtype: jnp.dtype) -> jax.Array:
     x = dispatch.in_memory(x)
     rows, device_kind = x.shape[0], jax.devices()[0].device_kind
-    if rows < wide_tuning.WIDE_ROWS:
-        schedule = tuning.plan_for(rows, w, device_kind).schedule
+    small = tuning.once_for(rows, w, device_kind)
+    if small is not None or rows < wide_tuning.WIDE_ROWS:
+        schedule = (small or tuning.plan_for(rows, w, device_kind)).schedule
         return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=out_dtype)
     if rows < wide_tuning.DEQUANTIZED_ROWS:
         schedule = wide_tuning.wide_schedule(rows, w, device_kind)

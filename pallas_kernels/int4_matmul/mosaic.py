@@ -180,8 +180,8 @@ def partial_sums(
     threads = {"num_threads": schedule.warps // 4, "thread_name": "warpgroup"} if schedule.warps > 4 else {}
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((plan.slices, plan.rows, plan.results), dtype),
-        grid=(plan.slices, plan.blocks_per_slice),
+        out_type=jax.ShapeDtypeStruct((plan.slices, plan.all_rows, plan.results), dtype),
+        grid=(plan.slices, plan.blocks_per_slice * schedule.tiles),
         grid_names=("slice", "block"),
         scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],
         kernel_name="int4_matmul",

@@ -26,14 +26,19 @@ from pallas_kernels.int4_matmul.strip import (
 
 def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """One warp's work, as `mosaic.multiply`."""
+    first_row = w.integer(0)
+    if plan.schedule.tiles > 1:
+        tile, block = block % plan.schedule.tiles, block // plan.schedule.tiles
+        first_row, last = tile * plan.rows, w.integer(plan.all_rows - plan.rows)
+        first_row = w.select(first_row < last, first_row, last)
     stream = Stream(w, plan, a.weights, slice_, block)
     # What several lanes would have to normalise is normalised once, and then passed around.
     if plan.norm_bytes and Row.serves(plan):
         tokens = Row(w, plan, a.x, a.norm, stream.first_tile, _norm_of_warp(w, plan))
     else:
-        tokens = Tokens(w, plan, a.x, a.norm, stream.first_tile)
+        tokens = Tokens(w, plan, a.x, a.norm, stream.first_tile, first_row if plan.schedule.tiles > 1 else None)
     strips = plan.schedule.strips
-    results = results_of(w, plan, slice_, stream.first_strip, w.integer(strips), w.integer(0), strips)
+    results = results_of(w, plan, first_row, stream.first_strip, w.integer(strips), w.integer(0), strips)
     residuals = [residual_of(w, plan, a, result) for result in results]
     w.warp_barrier()  # without it, ptxas would move these loads behind the wait for the weights
     stream.fill()

@@ -42,7 +42,9 @@ class Halves:
         self._tokens = tokens
         self._segments = segments_of(plan)
         # Where little is to be done, what counts is how long the last of it takes: short chains of products.
-        self._chain = 2 if plan.schedule.once else len(self._segments[0])
+        # Of many tokens there are as many chains anyway, and no registers for more.
+        short = plan.schedule.once and plan.token_blocks <= 2
+        self._chain = 2 if short else len(self._segments[0])
 
     def prepare(self, book: Book | None = None) -> None:
         """Sums of x: `of_tokens[segment][token block]` are those of this lane's two tokens."""
@@ -191,8 +193,11 @@ class Tokens:
     In place of tokens that do not exist it holds the last one again: nobody stores their sums.
     """
 
-    def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any):
-        """`norm`: float32 [in_features], or None; unused where the kernel has its weights in shared memory."""
+    def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any, first_row: Any = None):
+        """`norm`: float32 [in_features], or None; unused where the kernel has its weights in shared memory.
+
+        `first_row`: of the block's tokens; None: the first of all.
+        """
         self.w, self.plan = w, plan
         self._group, self._quad = w.lane // 4, w.lane % 4
         self._run = steps_per_run(plan.group_size)
@@ -202,6 +207,8 @@ class Tokens:
             row = self._group + 8 * b
             if 8 * b + 8 > plan.rows:
                 row = w.select(row < plan.rows, row, w.integer(plan.rows - 1))
+            if first_row is not None:
+                row = row + first_row
             offsets.append(row * plan.in_features + self._column)
         # [run][token block], two words for each of the run's steps of 16 inputs.
         self._runs = [

@@ -24,7 +24,8 @@ class Schedule:
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
     and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py.
 
-    `once`: a block has `strips` strips, all of them fetched at once, see once.py; `depth` is as many.
+    `once`: a block has `strips` strips, all of them fetched at once, see once.py; `depth` is as many. Tokens are in
+    `tiles`, each with blocks of its own.
     """
 
     warps: int = 16
@@ -36,6 +37,7 @@ class Schedule:
     scaled: bool = False
     bulk: bool = False
     once: bool = False
+    tiles: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +58,13 @@ PLAIN = Fusion()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One product x[rows, in_features] times a weight [out_features, in_features] under a schedule.
+    """One product x[all_rows, in_features] times a weight [out_features, in_features] under a schedule.
 
+    `rows` are those of a block: of the last of several tiles some may be those of the tile before as well.
     `scale_bytes` and `offset_bytes` are the sizes of one scale and one offset (0: no offsets).
     """
 
-    rows: int
+    all_rows: int
     in_features: int
     out_features: int
     group_size: int
@@ -80,6 +83,10 @@ class Plan:
         scale_bytes = weight.scales.dtype.itemsize
         sizes = (rows, in_features, out_features, weight.group_size, scale_bytes, offset_bytes, weight.bits)
         return cls(*sizes, schedule, fusion, weight.in_rows if isinstance(weight, ByteRows) else None)
+
+    @property
+    def rows(self) -> int:
+        return -(-self.all_rows // self.schedule.tiles)
 
     @property
     def threads(self) -> int:

@@ -107,9 +107,12 @@ class Result:
 
 
 def results_of(
-    w: Any, plan: Plan, slice_: Any, first_strip: Any, strips: Any, buffer: Any, most_strips: int
+    w: Any, plan: Plan, first_row: Any, first_strip: Any, strips: Any, buffer: Any, most_strips: int
 ) -> list[Result]:
-    """A thread's results among those of `strips` strips, at most `most_strips`, from `first_strip` of results on."""
+    """A thread's results among those of `strips` strips, at most `most_strips`, from `first_strip` of results on.
+
+    `first_row` is where the block's rows of the result begin, among those of all slices.
+    """
     results = []
     for base in range(0, most_strips // plan.strip_parts * plan.rows * STRIP, plan.threads):
         index = w.thread + base
@@ -118,7 +121,7 @@ def results_of(
         inside = (strip * plan.strip_parts < strips) & (feature < plan.results)
         address = strip * (plan.strip_parts * plan.strip_bytes) + token * plan.token_bytes + row * 4
         address = w.select(inside, buffer + address, w.integer(0))
-        results.append(Result(token, address, (slice_ * plan.rows + token) * plan.results + feature, inside))
+        results.append(Result(token, address, (first_row + token) * plan.results + feature, inside))
     return results
 
 
@@ -153,5 +156,5 @@ def _over_warps(w: Any, plan: Plan, address: Any, start: int, nbytes: int) -> An
 
 def store(w: Any, plan: Plan, a: Arguments, slice_: Any, first_strip: Any, strips: Any, buffer: Any) -> None:
     """Adds up and writes the results of some strips."""
-    for result in results_of(w, plan, slice_, first_strip, strips, buffer, plan.schedule.strips):
+    for result in results_of(w, plan, slice_ * plan.rows, first_strip, strips, buffer, plan.schedule.strips):
         write(w, plan, a, result, lambda result=result: residual_of(w, plan, a, result))

@@ -56,18 +56,25 @@ def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion
     return _best(plan, _may_be_scaled(plan, weight), MULTIPROCESSORS.get(device_kind, 132))
 
 
-def once_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan | None:
-    """The plan with a block for each strip of results, for matrices so small that all are on the card at once."""
-    small = rows <= ONCE_MAX_ROWS and weight.shape[0] * weight.shape[1] <= ONCE_CODES
+def once_for(
+    rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN, most_rows: int = ONCE_MAX_ROWS
+) -> Plan | None:
+    """The plan with a block for each strip of results, for matrices so small that all are on the card at once.
+
+    `most_rows`, up to 32, are what has been measured.
+    """
+    small = rows <= most_rows and weight.shape[0] * weight.shape[1] <= ONCE_CODES
     if not small or weight.bits != 4 or weight.kind == "code_book":
         return None
     unit, parts = 2 if fusion.gated else 1, 1 if weight.shape[1] <= 8 * PART else 2
     warps, strips = weight.shape[1] // (parts * PART), -(-weight.shape[0] // (unit * STRIP))
+    # Of 256 inputs a warp has registers for 16 tokens, of 128 for 32.
+    tiles = -(-rows // 16) if parts > 1 else 1
     # Two blocks of 256 threads have room where they take at most 128 registers each: not 256 inputs of so many tokens.
     resident = 1 if warps > 8 or (parts > 1 and rows > DIGITS_MAX_ROWS) else 2
-    if not 4 <= warps <= ONCE_WARPS or warps % 4 or strips > resident * MULTIPROCESSORS.get(device_kind, 132):
+    if not 4 <= warps <= ONCE_WARPS or warps % 4 or strips * tiles > resident * MULTIPROCESSORS.get(device_kind, 132):
         return None
-    schedule = Schedule(warps, parts, unit, unit, strips, once=True)
+    schedule = Schedule(warps, parts, unit, unit, strips, once=True, tiles=tiles)
     plan = Plan.of(rows, weight, schedule, fusion)
     return plan if plan.whole else None
 
