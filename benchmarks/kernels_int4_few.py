@@ -53,6 +53,8 @@ ones the last); its end, and its start and end by the card's clock in nanosecond
 
 ONE = dataclasses.replace(WIDE, strips=4)
 ASYNCHRONOUS = dataclasses.replace(ONE, bulk=False)
+AT_ONCE = Schedule(16, 2, 2, 2, 128, once=True)
+AT_ONCE_QKV = Schedule(16, 2, 3, 3, 128, once=True)
 RESIDUAL = Fusion(residual=True)
 DIGITS = Schedule(warps=16, parts=2, strips=4, depth=3, digits=True)
 """Version 7."""
@@ -85,6 +87,8 @@ CASES = [
     Case(1, *QKV, 6.3, ONE, fusion=NORM),
     Case(1, *OUT, 4.7, ASYNCHRONOUS, fusion=RESIDUAL),
     Case(8, *OUT, 6.0, dataclasses.replace(ASYNCHRONOUS, strips=2), fusion=RESIDUAL),
+    *(Case(m, *OUT, us, AT_ONCE, fusion=RESIDUAL) for m, us in ((1, 4.3), (5, 5.2), (8, 5.3), (16, 6.5))),
+    *(Case(m, *QKV, us, AT_ONCE_QKV, fusion=NORM) for m, us in ((1, 5.7), (5, 6.7), (8, 6.9))),
     Case(1, *QKV, 6.5, ONE, group=64, fusion=NORM),
     Case(1, *OUT, 4.7, ASYNCHRONOUS, group=64, fusion=RESIDUAL),
     Case(1, *GATE_UP, 17.8, ONE, group=64, fusion=NORM_GATE),
