@@ -1,4 +1,4 @@
-"""A kernel of blocks that have nothing to do with each other, emitted warp by warp."""
+"""A kernel of blocks, or of clusters of blocks, that have nothing to do with each other, emitted warp by warp."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.early_launch import take_turn
-from pallas_kernels.int4_matmul.wide_warp import WideWarp
+from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
 
 
 def run_blocks(
-    program: Callable[[WideWarp, Sequence[Any], Any], None],
+    program: Callable[[ClusterWarp, Sequence[Any], Any], None],
     arrays: Sequence[jax.Array],
     out_type: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     *,
@@ -21,11 +21,12 @@ def run_blocks(
     warps: int,
     name: str,
     shared_floats: int = 32,
+    cluster: int = 1,
 ) -> Any:
     """What `blocks` blocks of `warps` warps (a multiple of 4) write.
 
     `program(w, references, block)` emits one warp's work; references are those of `arrays`, then the result's,
-    or the results'.
+    or the results'. Each `cluster` neighbouring blocks, up to 8, run at once and may send each other numbers.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -34,19 +35,22 @@ def run_blocks(
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
             *references, shared, block = values
-            w = WideWarp(shared)
+            w = ClusterWarp(shared)
             program(w, references, w.scalar(block))
 
         take_turn()
-        emit(*refs, lax.axis_index("block"))
+        block = lax.axis_index("block")
+        emit(*refs, block if cluster == 1 else block * cluster + lax.axis_index("rank"))
 
+    clusters = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     return plgpu.kernel(
         kernel,
         out_type=out_type,
-        grid=(blocks,),
+        grid=(blocks // cluster,),
         grid_names=("block",),
         num_threads=warps // 4,
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((shared_floats,), jnp.float32)],
         kernel_name=name,
+        **clusters,
     )(*arrays)

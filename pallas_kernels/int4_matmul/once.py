@@ -14,6 +14,7 @@ from pallas_kernels.int4_matmul.row import Row
 from pallas_kernels.int4_matmul.stream import Stream
 from pallas_kernels.int4_matmul.strip import (
     Arguments,
+    Factors,
     factors_of,
     pieces_of,
     put,
@@ -34,7 +35,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     stream = Stream(w, plan, a.weights, slice_, block)
     # What several lanes would have to normalise is normalised once, and then passed around.
     if plan.norm_bytes and Row.serves(plan):
-        tokens = Row(w, plan, a.x, a.norm, stream.first_tile, _norm_of_warp(w, plan))
+        tokens = Row(w, plan, a.x, a.norm, stream.first_tile, norm_of_warp(w, plan))
     else:
         tokens = Tokens(w, plan, a.x, a.norm, stream.first_tile, first_row if plan.schedule.tiles > 1 else None)
     strips = plan.schedule.strips
@@ -43,16 +44,13 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     w.warp_barrier()  # without it, ptxas would move these loads behind the wait for the weights
     stream.fill()
     if plan.norm_bytes:
-        _fetch_norm(w, plan, a, stream)
+        fetch_norm(w, plan, a, stream)
     w.copy_wait(0)
     w.warp_barrier()
     x = Halves(w, plan, tokens)
     if plan.norm_bytes:
-        tokens.read_norm(_norm_of_warp(w, plan))
-    fetched = []
-    for places in stream.places():
-        factors = [factors_of(w, plan, a, x.code_bias, places, segment) for segment in range(plan.segments)]
-        fetched.append((pieces_of(w, plan, places), factors))
+        tokens.read_norm(norm_of_warp(w, plan))
+    fetched = read_all(w, plan, a, x, stream)
     w.warp_barrier()  # nor shall it read them behind what waits for x
     x.prepare(None if a.weights.book is None else Book(w, a.weights.book, as_bytes=False))
     for strip, (pieces, factors) in enumerate(fetched):
@@ -70,13 +68,23 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
         write_all()
 
 
-def _norm_of_warp(w: Any, plan: Plan) -> Any:
+def norm_of_warp(w: Any, plan: Plan) -> Any:
+    """Where a warp's weights of the norm are in shared memory."""
     return w.warp * plan.norm_bytes + plan.norm_start
 
 
-def _fetch_norm(w: Any, plan: Plan, a: Arguments, stream: Stream) -> None:
+def read_all(w: Any, plan: Plan, a: Arguments, x: Halves, stream: Stream) -> list[tuple[list[Any], list[Factors]]]:
+    """Each strip's words by tile, and factors by segment, once they are in shared memory."""
+    read = []
+    for places in stream.places():
+        factors = [factors_of(w, plan, a, x.code_bias, places, segment) for segment in range(plan.segments)]
+        read.append((pieces_of(w, plan, places), factors))
+    return read
+
+
+def fetch_norm(w: Any, plan: Plan, a: Arguments, stream: Stream) -> None:
     """Starts copies of the norm's weights of the warp's inputs."""
-    first, place = stream.first_tile * (4 * COLUMNS) + w.lane * 16, _norm_of_warp(w, plan) + w.lane * 16
+    first, place = stream.first_tile * (4 * COLUMNS) + w.lane * 16, norm_of_warp(w, plan) + w.lane * 16
     for start in range(0, plan.norm_bytes, PIECE_BYTES):
         w.copy_async(place, a.norm, first, w.lane < 32, to=start, source=start)
     w.copy_commit()

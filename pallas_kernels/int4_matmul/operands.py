@@ -202,25 +202,25 @@ class Tokens:
         self._group, self._quad = w.lane // 4, w.lane % 4
         self._run = steps_per_run(plan.group_size)
         self._column = first_tile * COLUMNS + self._quad * plan.lane_columns
-        offsets = []
+        rows = []
         for b in range(plan.token_blocks):
             row = self._group + 8 * b
             if 8 * b + 8 > plan.rows:
                 row = w.select(row < plan.rows, row, w.integer(plan.rows - 1))
-            if first_row is not None:
-                row = row + first_row
-            offsets.append(row * plan.in_features + self._column)
+            rows.append(row if first_row is None else row + first_row)
         # [run][token block], two words for each of the run's steps of 16 inputs.
-        self._runs = [
-            [w.load_words(x, offset, 2 * self._run, self._inside(first), first) for offset in offsets]
-            for first in plan.run_columns
-        ]
+        self._runs = [[self._read(x, row, first) for row in rows] for first in plan.run_columns]
         self._norm = None
         if norm is not None and not plan.norm_bytes:
             self._norm = [
                 [w.load_four(norm, self._column, self._inside(first), first + 4 * i) for i in range(self._run)]
                 for first in plan.run_columns
             ]
+
+    def _read(self, x: Any, row: Any, first: int) -> Sequence[Any]:
+        """The words of a token's run."""
+        offset = row * self.plan.in_features + self._column
+        return self.w.load_words(x, offset, 2 * self._run, self._inside(first), first)
 
     def read_norm(self, start: Any) -> None:
         """Reads the norm's weights of the warp's inputs from shared memory, `start` on."""

@@ -25,10 +25,13 @@ class Row:
         self._place = w.lane % self._lanes * EIGHT
         column = first_tile * COLUMNS + self._place
         inside = column < plan.in_features if plan.ragged else None
-        self._words = w.load_words(x, column, 4, inside)
+        self._words = self._read(x, column, inside)
         self._norm = None
         if norm is not None and not plan.norm_bytes:
             self._norm = [number for i in (0, 4) for number in w.load_four(norm, column, inside, i)]
+
+    def _read(self, x: Any, column: Any, inside: Any) -> Sequence[Any]:
+        return self.w.load_words(x, column, 4, inside)
 
     def read_norm(self, start: Any) -> None:
         """Reads the norm's weights of the warp's inputs from shared memory, `start` on."""

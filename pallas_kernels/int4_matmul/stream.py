@@ -75,14 +75,25 @@ class Stream:
     """
 
     def __init__(self, w: Any, plan: Plan, weights: Weights, slice_: Any, block: Any):
-        self.w, self.plan = w, plan
-        self.first_strip, self.count = first_and_count(plan, block)
-        self.first_tile = (slice_ * plan.schedule.warps + w.warp) * plan.warp_tiles
-        self._ring = w.warp * plan.ring_bytes
+        first_tile = (slice_ * plan.schedule.warps + w.warp) * plan.warp_tiles
+        self._begin(w, plan, weights, first_tile, *first_and_count(plan, block), w.warp * plan.ring_bytes)
+
+    def _begin(
+        self, w: Any, plan: Plan, weights: Weights, first_tile: Any, first_strip: Any, count: Any, ring: Any
+    ) -> None:
+        """`ring` is where the warp's slots begin in shared memory."""
+        self.w, self.plan, self._ring = w, plan, ring
+        self.first_tile, self.first_strip, self.count = first_tile, first_strip, count
         self.spare = self._ring + plan.schedule.depth * plan.slot_bytes
-        self._copies = self._words(weights.words) + self._rows(weights.scales, plan.scale_bytes, plan.words_bytes)
-        if plan.offset_bytes:
-            self._copies += self._rows(weights.offsets, plan.offset_bytes, plan.offsets_start)
+        self._copies = self._copies_of(weights)
+
+    def _copies_of(self, weights: Weights) -> list[Copy]:
+        """Those of a strip."""
+        plan = self.plan
+        copies = self._words(weights.words) + self._rows(weights.scales, plan.scale_bytes, plan.words_bytes)
+        return copies + (
+            self._rows(weights.offsets, plan.offset_bytes, plan.offsets_start) if plan.offset_bytes else []
+        )
 
     def _words(self, array: Any) -> list[Copy]:
         plan, stride = self.plan, self.plan.column_tiles * self.plan.tile_bytes
@@ -111,10 +122,12 @@ class Stream:
 
     def _start(self, index: Any, slot: Any) -> None:
         """Starts the copies of strip `index`, if there is one."""
+        self._fetch(self.strip(index), index < self.count, slot)
+
+    def _fetch(self, strip: Any, left: Any, slot: Any) -> None:
+        """Starts the copies of the strip that lies so many from the first one on, where `left`."""
         w = self.w
-        left = index < self.count
         address = self._ring + slot + w.lane * 16
-        strip = self.strip(index)
         for copy in self._copies:
             go = left if copy.predicate is None else left & copy.predicate
             offset = copy.offset + strip * copy.stride

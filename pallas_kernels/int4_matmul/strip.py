@@ -137,8 +137,7 @@ def write(w: Any, plan: Plan, a: Arguments, result: Result, residual: Callable[[
         for part in range(plan.strip_parts)
     ]
     if plan.fusion.norm_eps is not None:
-        mean = _over_warps(w, plan, result.token * 4, plan.squares_start, plan.squares_bytes) * (1.0 / plan.in_features)
-        root = w.rsqrt(mean + plan.fusion.norm_eps)
+        root = root_of(w, plan, result.token)
         totals = [total * root for total in totals]
     total = totals[0]
     if plan.fusion.gated:
@@ -147,11 +146,22 @@ def write(w: Any, plan: Plan, a: Arguments, result: Result, residual: Callable[[
     w.store_number(a.out, result.place, total if addend is None else total + addend, a.out_dtype, result.inside)
 
 
+def root_of(w: Any, plan: Plan, token: Any) -> Any:
+    """What a token's sums are to be multiplied by: one over the root of its mean square."""
+    total = _over_warps(w, plan, token * 4, plan.squares_start, plan.squares_bytes)
+    return w.rsqrt(total * (1.0 / plan.in_features) + plan.fusion.norm_eps)
+
+
 def _over_warps(w: Any, plan: Plan, address: Any, start: int, nbytes: int) -> Any:
-    total = w.shared_number(address, start)
+    return over_warps(plan, lambda place: [w.shared_number(address, place)], start, nbytes)[0]
+
+
+def over_warps(plan: Plan, read: Callable[[int], list[Any]], start: int, nbytes: int) -> list[Any]:
+    """The sums of what `read` finds of every warp, at `start` and each `nbytes` later."""
+    totals = read(start)
     for other in range(1, plan.schedule.warps):
-        total = total + w.shared_number(address, start + other * nbytes)
-    return total
+        totals = [total + more for total, more in zip(totals, read(start + other * nbytes), strict=True)]
+    return totals
 
 
 def store(w: Any, plan: Plan, a: Arguments, slice_: Any, first_strip: Any, strips: Any, buffer: Any) -> None:

@@ -1,0 +1,57 @@
+"""One warp's instructions for kernels whose blocks send each other numbers: clusters of blocks.
+
+What is sent goes to an inbox in the other block's shared memory, whose barrier counts the bytes that came: a sender
+needs no fence, and no block need outlive another, as each waits for all that it is sent.
+"""
+
+from collections.abc import Sequence
+
+from pallas_kernels.int4_matmul.wide_warp import WideWarp
+from pallas_kernels.paged_attention.warp import Value
+
+
+class ClusterWarp(WideWarp):
+    """Emits at MLIR's current insertion point. The tests have a NumPy twin."""
+
+    def expect_sent(self, barrier: int, nbytes: int) -> None:
+        """Lets `nbytes` be sent here, once `cluster_arrive` and `cluster_wait` followed in all blocks."""
+        first = self.thread < 1
+        self.barrier_init(self.integer(barrier), 1, first)
+        self.expect_bytes(self.integer(barrier), nbytes, first)
+        self._emit("fence.mbarrier_init.release.cluster;", "")
+
+    def cluster_arrive(self) -> None:
+        """Says that this warp came here. Of what it wrote, those that wait for it see opened inboxes only."""
+        self._emit("barrier.cluster.arrive.relaxed.aligned;", "")
+
+    def cluster_wait(self) -> None:
+        """Waits until every warp of the cluster arrived."""
+        self._emit("barrier.cluster.wait.acquire.aligned;", "")
+
+    def send_words(
+        self, address: Value, words: Sequence[Value], block: Value, barrier: int, predicate: Value | None = None
+    ) -> None:
+        """2 or 4 words, or float32, to the inbox of block `block` of the cluster, which may differ by lane."""
+        names = ", ".join(f"${i + 3}" for i in range(len(words)))
+        kind = f"v{len(words)}.{'f32' if words[0].is_float else 'b32'}"
+        guard = "" if predicate is None else f"@${len(words) + 3} "
+        ptx = (
+            "{ .reg .b32 place, counter; mapa.shared::cluster.u32 place, $0, $2; "
+            "mapa.shared::cluster.u32 counter, $1, $2; "
+            f"{guard}st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{kind} [place], {{{names}}}, "
+            "[counter]; }"
+        )
+        places = [self._shared(address), self._shared(self.integer(barrier)), block.ir]
+        constraints = ["r"] * 3 + ["f" if words[0].is_float else "r"] * len(words)
+        operands = [*places, *(word.ir for word in words)]
+        if predicate is not None:
+            constraints, operands = [*constraints, "b"], [*operands, predicate.ir]
+        self._emit(ptx, ",".join(constraints), *operands)
+
+    def wait_sent(self, barrier: int) -> None:
+        """Waits until all that this block's inbox was opened for has come."""
+        ptx = (
+            "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0; "
+            "@!done bra again; }"
+        )
+        self._emit(ptx, "r", self._shared(self.integer(barrier)))

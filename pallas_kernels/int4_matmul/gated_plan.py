@@ -1,0 +1,147 @@
+"""How a small model's feed-forward block of few rows is spread over clusters of blocks, see gated_once.py."""
+
+import dataclasses
+import math
+
+from pallas_kernels.int4_matmul.cluster_sum import SumPlan
+from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.packing_int8 import Packed
+from pallas_kernels.int4_matmul.plan import PART, Fusion, Plan, Schedule
+from pallas_kernels.int4_matmul.shared_rows import Rows, row_bytes
+
+MOST_ROWS = 8
+"""Tokens of one operand of an `mma`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DownPlan(Plan):
+    """A cluster's part of the second product, of `tiles_each` tiles of inputs: a warp has whole strips of results."""
+
+    tiles_each: int = 1
+
+    @property
+    def warp_columns(self) -> int:
+        return self.tiles_each * COLUMNS
+
+    @property
+    def segment(self) -> int:
+        """Inputs that share a group wherever a cluster's begin."""
+        return math.gcd(self.group_size, self.warp_columns, PART)
+
+    @property
+    def ragged(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedPlan:
+    """`gate_up` is a block's part of the first product, of all inputs; `slices` of what came before, or 0."""
+
+    gate_up: Plan
+    down: DownPlan
+    clusters: int
+    cluster: int
+    slices: int
+
+    @classmethod
+    def of(
+        cls, rows: int, gate_up: Packed, down: Packed, norm_eps: float | None, clusters: int, cluster: int, slices: int
+    ) -> "GatedPlan":
+        """For weights that `refusal` does not refuse."""
+        inputs, hidden, outputs = gate_up.shape[1], down.shape[1], down.shape[0]
+        warps = inputs // PART
+        each = gate_up.shape[0] // STRIP // (clusters * cluster)
+        first = Plan.of(rows, gate_up, Schedule(warps, 1, each, each, once=True), Fusion(norm_eps))
+        each = -(-(outputs // STRIP // cluster) // warps)
+        second = Plan.of(rows, down, Schedule(warps, 1, each, each, once=True))
+        tiles = hidden // COLUMNS // clusters
+        return cls(first, DownPlan(**vars(second), tiles_each=tiles), clusters, cluster, slices)
+
+    @staticmethod
+    def refusal(rows: int, gate_up: Packed, down: Packed, clusters: int, cluster: int) -> str | None:
+        """Why there is no such plan; None if there is."""
+        (gates, inputs), (outputs, hidden) = gate_up.shape, down.shape
+        if rows > MOST_ROWS:
+            return f"it is for up to {MOST_ROWS} rows"
+        for weight in (gate_up, down):
+            if weight.bits != 4 or weight.kind == "code_book":
+                return "it is for linear codes of 4 bits"
+        warps = inputs // PART
+        if inputs % (4 * PART) or warps > 8:
+            return f"it takes 512 or 1024 inputs, not {inputs}"
+        if gates != 2 * hidden or gates % (STRIP * clusters * cluster) or hidden % (COLUMNS * clusters):
+            return f"{clusters} clusters of {cluster} blocks do not share {hidden} hidden features evenly"
+        strips = outputs // STRIP // cluster
+        if outputs % (STRIP * cluster) or strips % min(strips, warps):
+            return f"{cluster} blocks of {warps} warps do not share {outputs} results evenly"
+        return SumPlan.refusal(inputs, cluster, warps)
+
+    @property
+    def rows(self) -> int:
+        return self.gate_up.rows
+
+    @property
+    def warps(self) -> int:
+        return self.gate_up.schedule.warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def blocks(self) -> int:
+        return self.clusters * self.cluster
+
+    @property
+    def features(self) -> int:
+        """Hidden features of a cluster."""
+        return self.down.warp_columns
+
+    @property
+    def strips(self) -> int:
+        """Of a block's first product."""
+        return self.gate_up.schedule.strips
+
+    @property
+    def down_strips(self) -> int:
+        """Of a block's second product."""
+        return self.down.strips // self.cluster
+
+    # Shared memory, in bytes: the first product's, then each warp's strips of the second, then what blocks exchange.
+    @property
+    def down_start(self) -> int:
+        return self.gate_up.shared_bytes
+
+    @property
+    def sum_start(self) -> int:
+        """x and its slices, added: all inputs."""
+        return self.down_start + self.warps * self.down.ring_bytes
+
+    @property
+    def gates_start(self) -> int:
+        """The cluster's gates and others, float32 [rows, 2 features]."""
+        return self.sum_start + (SumPlan.nbytes(self.rows, self.gate_up.in_features) if self.slices else 0)
+
+    @property
+    def gates_bytes(self) -> int:
+        return 8 * self.rows * self.features
+
+    @property
+    def hidden(self) -> Rows:
+        """The cluster's hidden features, bfloat16."""
+        return Rows.at(self.gates_start + self.gates_bytes, self.features)
+
+    @property
+    def barriers(self) -> tuple[int, int]:
+        """Of the sum and of the gates."""
+        start = self.hidden.start + self.rows * row_bytes(self.features)
+        return start, start + 8
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.barriers[1] + 8
+
+    @property
+    def sum(self) -> SumPlan:
+        shape = (self.rows, self.gate_up.in_features, self.slices, self.cluster, self.warps)
+        return SumPlan(*shape, start=self.sum_start, barrier=self.barriers[0])

@@ -1,0 +1,75 @@
+"""The NumPy twin of `pallas_kernels.int4_matmul.cluster_warp.ClusterWarp`, and the kernels of clusters run on it."""
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+from simulated_int4_warp import flat_weights
+from simulated_warp import SimulatedWarp, run_cluster
+from simulated_wide_warp import Barriers, SimulatedWideWarp
+
+from pallas_kernels.int4_matmul import gated_once
+from pallas_kernels.int4_matmul.gated_plan import GatedPlan
+from pallas_kernels.int4_matmul.packing import PackedInt4
+from pallas_kernels.int4_matmul.strip import arguments_of
+
+BF16 = ml_dtypes.bfloat16
+
+
+class SimulatedClusterWarp(SimulatedWideWarp):
+    def expect_sent(self, barrier: int, nbytes: int) -> None:
+        assert barrier % 8 == 0 and barrier + 8 <= self.bytes.size, "no place for a barrier"
+        if self.warp[0] == 0:
+            self.barriers.state[self.block, barrier] = [1, 1, 0, 0]
+            self.barriers.update(self.block, barrier, arrivals=1, nbytes=nbytes)
+
+    def send_words(
+        self,
+        address: np.ndarray,
+        words: Sequence[np.ndarray],
+        block: np.ndarray,
+        barrier: int,
+        predicate: np.ndarray | None = None,
+    ) -> None:
+        assert len(words) in (2, 4)
+        keep = np.ones(32, bool) if predicate is None else predicate
+        assert (address[keep] + 4 * len(words) <= barrier).all()
+        self._store_to(block, address, words, keep)
+        for lane in np.flatnonzero(keep):
+            self.barriers.update(int(block[lane]), barrier, nbytes=-4 * len(words))
+
+    def wait_sent(self, barrier: int) -> None:
+        self.barriers.wait(self.block, barrier, 0)
+        assert self.barriers.state[self.block, barrier][1:3] == [1, 0], "more was sent than expected"
+
+
+def simulate_gated_once(
+    x: np.ndarray,
+    partial: np.ndarray | None,
+    weights: tuple[PackedInt4, PackedInt4],
+    norm: np.ndarray | None,
+    *,
+    clusters: int,
+    cluster: int,
+    norm_eps: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel of a feed-forward block returns for x [rows, inputs] (bfloat16): slices, and y."""
+    slices = 0 if partial is None else len(partial)
+    plan = GatedPlan.of(len(x), *weights, None if norm is None else norm_eps, clusters, cluster, slices)
+    out = np.full(clusters * len(x) * weights[1].shape[0], np.nan, np.float32)
+    total = np.full(x.size, np.nan, BF16)
+    flat, sums = (np.ascontiguousarray(x).reshape(-1).view(np.uint8), None if partial is None else partial.reshape(-1))
+    first, second = (flat_weights(weight) for weight in weights)
+    arguments = (
+        arguments_of(weights[0], weights=first, x=flat, norm=norm, out=None, out_dtype="float32"),
+        arguments_of(weights[1], weights=second, x=None, out=out, out_dtype="float32"),
+    )
+    for index in range(clusters):
+        barriers = Barriers()
+
+        def program(warp: SimulatedWarp, rank: int, index: int = index, barriers: Barriers = barriers) -> None:
+            w = SimulatedClusterWarp(warp, barriers)
+            gated_once.feed_forward(w, plan, *arguments, sums, total, w.integer(index * cluster + rank))
+
+        run_cluster(cluster, plan.warps, plan.shared_bytes, program)
+    return out.reshape(clusters, len(x), -1), x if partial is None else total.reshape(x.shape)
