@@ -285,11 +285,17 @@ def decoder_layer[Cache: KVCache](
     layer: int,
     tokens: Tokens,
     config: ModelConfig,
+    wanted: Int32[Array, " batch"] | None = None,
 ) -> tuple[Residual, Cache | None]:
-    """One layer: attention and MLP, each with the norms its family has before and after."""
+    """One layer: attention and MLP, each with the norms its family has before and after.
+
+    With `wanted` the result is that of one token a row: what follows attention is not computed for the others.
+    """
     with jax.named_scope("attention"):
         qkv, x = norm_linear_of(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
         heads, cache = attention_block(params, qkv, cache, layer, tokens, config)
+        if wanted is not None:
+            x, heads = one_token(x, wanted), one_token(heads, wanted)
         x = add_branch(x, heads, params.o, params.o_bias, params.attn_post_norm, config)
     with jax.named_scope("mlp"):
         block = (params.mlp_norm, config.norm_eps, params.gate_up, params.gate_up_bias)
@@ -304,6 +310,13 @@ def decoder_layer[Cache: KVCache](
         return add_branch(x, hidden, params.down, params.down_bias, params.mlp_post_norm, config), cache
 
 
+def one_token(
+    x: Float[Array, "batch tokens features"], places: Int32[Array, " batch"]
+) -> Float[Array, "batch 1 features"]:
+    """What each row has at one of its places."""
+    return jnp.take_along_axis(x, places[:, None, None], axis=1)
+
+
 def forward[Cache: KVCache](
     params: Params,
     token_ids: Int32[Array, "batch tokens"],
@@ -314,12 +327,16 @@ def forward[Cache: KVCache](
     config: ModelConfig,
     stage: Stage,
     context_lengths: Int32[Array, " batch"] | None = None,
-) -> tuple[Float[Array, "batch tokens hidden"], Cache | None]:
+    wanted: Int32[Array, " batch"] | None = None,
+) -> tuple[Float[Array, "batch places hidden"], Cache | None]:
     """Runs `token_ids` through all layers and returns normalised hidden states and the updated cache.
 
     `positions` are places in the sequence, -1 for padding. `context_lengths` is the longest each row will become, for
     RoPE kinds that depend on it (longrope, dynamic); by default the length so far. Without a cache the stage is
     "first".
+
+    With `wanted`, hidden states are of one token a row, the one at that place of `token_ids`: [batch, 1, hidden]. Of
+    many tokens the last layer then computes the projections for attention and no more: an eighth of a layer's products.
 
     Layers are unrolled: `scan` over stacked layers copies each layer's slice, 2.75 times slower on an H200.
     """
@@ -338,9 +355,13 @@ def forward[Cache: KVCache](
     for index, layer in enumerate(params.layers):
         if token_ids.size >= MANY_TOKENS:
             x, layer, cache = jax.lax.optimization_barrier((x, layer, cache))
+        last = index == len(params.layers) - 1 and token_ids.size >= MANY_TOKENS
         with jax.named_scope(f"layer_{index}"):
-            x, cache = decoder_layer(layer, x, cache, index, tokens, config)
-    return rms_norm(settled(x), params.norm, config.norm_eps), cache
+            x, cache = decoder_layer(layer, x, cache, index, tokens, config, wanted if last else None)
+    x = settled(x)
+    if wanted is not None and x.shape[1] > 1:
+        x = one_token(x, wanted)
+    return rms_norm(x, params.norm, config.norm_eps), cache
 
 
 def logits(params: Params, hidden: Float[Array, "*batch hidden"], config: ModelConfig) -> Float[Array, "*batch vocab"]:

@@ -47,11 +47,19 @@ def prefill(
     the chunk itself instead of the pages. A row of length 0 is padding and gives logits of no meaning.
     """
     positions = prefill_positions(lengths, starts, tokens.shape[1])
+    last = jnp.maximum(lengths - 1, 0)
     hidden, cache = _forward(
-        params, cache, tokens, positions, page_table, config, context_lengths, "first" if from_empty else "prefill"
+        params,
+        cache,
+        tokens,
+        positions,
+        page_table,
+        config,
+        context_lengths,
+        "first" if from_empty else "prefill",
+        last,
     )
-    last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-    return decoder.logits(params, last, config), cache
+    return decoder.logits(params, hidden[:, 0], config), cache
 
 
 @functools.partial(jax.jit, static_argnames=("num_logprobs", "config", "from_empty"), donate_argnames="cache")
@@ -144,10 +152,10 @@ def _forward(
     config: ModelConfig,
     context_lengths: jax.Array | None,
     stage: Stage,
+    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    hidden, new_cache = decoder.forward(
-        params, tokens, positions, cache, page_table, config=config, stage=stage, context_lengths=context_lengths
-    )
+    options = {"config": config, "stage": stage, "context_lengths": context_lengths, "wanted": wanted}
+    hidden, new_cache = decoder.forward(params, tokens, positions, cache, page_table, **options)
     assert new_cache is not None
     return hidden, new_cache
 

@@ -321,8 +321,10 @@ def test_layers_of_a_long_prefill_take_turns():
         assert text.count("optimization_barrier") == barriers
 
 
-def test_taking_turns_changes_no_result(monkeypatch: pytest.MonkeyPatch):
-    model = ji.load(FAMILIES["llama"].folder, dtype="float32", progress=False)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2: norms behind both branches
+def test_taking_turns_changes_no_result(family: str, monkeypatch: pytest.MonkeyPatch):
+    """Neither does leaving out what the last layer would compute for tokens that nobody asks for."""
+    model = ji.load(FAMILIES[family].folder, dtype="float32", progress=False)
     lengths = jnp.array([70, 3], jnp.int32)
     ids = jnp.ones((2, 70), jnp.int32).at[0].set(jnp.arange(70, dtype=jnp.int32) % 50)
     results = []
