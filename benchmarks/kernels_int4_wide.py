@@ -37,6 +37,8 @@ SHAPES = {
     "gate_up": (4096, 28672),
     "gate_up_12288": (4096, 24576),
     "down_12288": (12288, 4096),
+    "gate_up_3072": (1024, 6144),
+    "down_3072": (3072, 1024),
 }
 CASES = [
     *((64, name) for name in ("up", "down", "o", "qkv", "gate_up")),

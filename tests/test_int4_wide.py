@@ -142,6 +142,22 @@ def test_gated_results_in_the_order_of_the_next_product(rows, results, group_siz
     assert (image[there] == rounded[there]).all()
 
 
+@pytest.mark.parametrize(
+    ("rows", "results", "run", "schedule"),
+    [
+        (85, 128, 2, WideSchedule(88, warpgroups=2, stages=2)),
+        (21, 256, 1, WideSchedule(24, warpgroups=3, stages=2)),
+    ],
+)
+def test_gates_and_others_of_different_warps_give_the_same(rows, results, run, schedule) -> None:
+    weight, x, order = to_mosaic(make(2 * results, 128, 32, "zero_point")), tokens(rows, 128), TokenOrder(16, run)
+    two_tiles = WideSchedule(8 * -(-rows // 16), warpgroups=1, tiles=2, stages=2)
+    expected = simulate_gated(x, weight, two_tiles, order)
+    tile, token = np.indices((-(-rows // 16), 16))
+    there = (tile * 16 + token < rows)[:, None, None, :, None] & np.ones(expected.shape, bool)
+    assert (simulate_gated(x, weight, schedule, order)[there] == expected[there]).all()
+
+
 @pytest.mark.parametrize("group_size", [16, 128])
 def test_arrange_puts_a_words_inputs_where_it_multiplies_them(group_size: int) -> None:
     """Products of 16 inputs take two pieces: lane q's inputs 2q, 2q + 1 of the first, then of the second."""
@@ -329,6 +345,8 @@ def test_slices_are_added_in_the_norms_kernel_on_the_gpu(rows: int) -> None:
         (9, 16, None),
         (100, 32, None),
         (300, 128, WideSchedule(128, tiles=2, cluster=2, stages=4, blocks=8, turns=2)),
+        (77, 64, WideSchedule(80, warpgroups=3, cluster=2, blocks=8)),
+        (40, 32, WideSchedule(40, warpgroups=1, turns=1)),
         (1000, -1, None),
     ],
 )

@@ -39,7 +39,7 @@ from pallas_kernels.int4_matmul.wide_arrange import arrange, shape
 from pallas_kernels.int4_matmul.wide_fetch import after, fetch
 from pallas_kernels.int4_matmul.wide_norm import arrange_normalised
 from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan, WideSchedule
-from pallas_kernels.int4_matmul.wide_results import store, store_lines, store_ordered
+from pallas_kernels.int4_matmul.wide_results import gated, store, store_lines, store_ordered
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 
@@ -85,10 +85,11 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
     def one_part(book: Book | None, i: Any, carry: Any) -> Any:
         now = part(i)
         carry, sums = multiply_part(w, plan, a, now, book, carry)
-        if plan.gated:
+        if plan.halves:
+            sums = [(w.warp // 4 * 2 + w.warp % 4, sums[0][1])]  # from the warpgroup's first strip of results on
+        elif plan.gated:
             (_, gates), (_, others) = sums
-            values = [gate * w.sigmoid(gate) * other for gate, other in zip(gates, others, strict=True)]
-            sums = [(w.warp, values)]
+            sums = [(w.warp, [gated(w, *pair) for pair in zip(gates, others, strict=True)])]
         write = store_lines if plan.by_lines and a.out_dtype != "float32" else store
         if plan.result_order is not None:
             write = store_ordered

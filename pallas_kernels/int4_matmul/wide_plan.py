@@ -62,7 +62,8 @@ class WidePlan:
     """One product x[rows, in_features] times a weight [out_features, in_features] under a schedule.
 
     `scale_bytes` and `offset_bytes` are the sizes of one scale and one offset (0: no offsets). `gated`: the weight is a
-    gate's outputs and as many others, and the results are silu(gate) * other; a warpgroup's two tiles are 64 of each.
+    gate's outputs and as many others, and the results are silu(gate) * other; a warpgroup's two tiles are 64 of each,
+    or its one tile 32 of each (`halves`).
     `result_order`: results are written in the order of the next product's x instead of as rows.
     """
 
@@ -130,6 +131,11 @@ class WidePlan:
         return self.block_features // STRIP
 
     @property
+    def halves(self) -> bool:
+        """Whether a warpgroup's first two warps have a gate's strips, and the other two those that belong to them."""
+        return self.gated and self.schedule.tiles == 1
+
+    @property
     def part_strips(self) -> int:
         """Strips of results of a part."""
         return self.block_strips // 2 if self.gated else self.block_strips
@@ -143,8 +149,9 @@ class WidePlan:
         """Which strip of the part's results, and of the weight, a block's strip is, from the part's first one on."""
         if not self.gated:
             return index, index
-        strip = index // 8 * 4 + index % 4
-        return strip, strip + index // 4 % 2 * self.result_strips
+        half = 2 if self.halves else 4
+        strip = index // (2 * half) * half + index % half
+        return strip, strip + index // half % 2 * self.result_strips
 
     @property
     def parts(self) -> int:

@@ -1,6 +1,6 @@
 """How the INT4 kernel for many rows writes its sums: each thread its own, as whole lines, or for the next product."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.int4_matmul.mosaic import Arguments
@@ -50,14 +50,15 @@ def store_ordered(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, 
     tokens, run = plan.result_order.tokens, plan.result_order.run
     thread = w.thread % 128
     buffer = w.warp // 4 * plan.lines_bytes + plan.lines_start
-    piece, later = thread // 8 % 8, thread // 64
+    pieces, together = (4, 4) if plan.halves else (8, 2)  # of a token; blocks of 8 tokens
+    piece, later = thread // 8 % pieces, thread // (8 * pieces)
     feature = (part.first_strip + strip - w.warp % 4) * STRIP
     first_word, stride = (piece % 4, 4) if run == 2 else (piece % 4 // 2 * 8 + piece % 2, 2)
     source = buffer + (later * 8 + thread % 8) * LINE + piece // 4 * 64 + first_word * 4
-    place = feature // STAGE * 16 + feature % STAGE // 64 * 8 + piece
+    place = feature // 8 + piece
 
     def write(first: int, count: int) -> None:
-        for block in range(0, count // 8, 2):
+        for block in range(0, count // 8, together):
             within = later * 8 + thread % 8 + 8 * block
             token = part.token_tile * plan.schedule.tokens + first + within
             inside = (feature < plan.results) & (token < plan.rows) & (within < count)
@@ -75,13 +76,46 @@ def through_lines(
     """Puts sums into shared memory as lines, some tokens at a time, and has them written: `write(first, count)`."""
     tokens = plan.schedule.tokens
     # Rows of 8 x 8 matrices are tokens: lanes 0-7 point to those of the strip's first 8 features, 8-15 to the others.
-    mine = buffer + w.lane % 8 * LINE + w.lane // 8 % 2 * 16 + w.warp % 4 * (2 * STRIP)
+    mine = buffer + w.lane % 8 * LINE + w.lane // 8 % 2 * 16
+    mine = mine + (w.warp % 2 * (2 * STRIP) + w.warp % 4 // 2 * (8 * LINE) if plan.halves else w.warp % 4 * (2 * STRIP))
     for first in range(0, tokens, plan.lines):
         count = min(plan.lines, tokens - first)
-        for block in range(count // 8):
-            values = sums[(first + 8 * block) // 2 :][:4]
-            words = [w.pack(values[i], values[i + 1], dtype) for i in (0, 2)]
-            w.store_transposed(mine, block * 8 * LINE, words)
+        blocks = [sums[(first + 8 * block) // 2 :][:4] for block in range(count // 8)]
+        if plan.halves:
+            blocks = combined(w, plan, blocks, buffer)
+        for i, values in enumerate(blocks):
+            words = [w.pack(values[j], values[j + 1], dtype) for j in (0, 2)]
+            w.store_transposed(mine, i * (16 if plan.halves else 8) * LINE, words)
         w.warpgroup_barrier()
         write(first, count)
         w.warpgroup_barrier()
+
+
+def combined(w: Any, plan: WidePlan, blocks: Sequence[Any], buffer: Any) -> list[Any]:
+    """silu(gate) * other where one warp has a strip's gates and another its others, both of all blocks of 8 tokens.
+
+    The gates' warp does every second block, from the first one on, and the other warp those between: each gives the
+    other what it needs through the lines' place in shared memory.
+    """
+    is_gate = w.warp % 4 < 2
+    if len(blocks) % 2:
+        blocks = [*blocks, blocks[-1]]  # nobody reads the results of what there is twice
+    pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
+    room = plan.lines // 16 * 4 * 128
+    here, there = (buffer + warp % 4 * room + w.lane * 4 for warp in (w.warp, w.warp + 2))
+    for i, (even, odd) in enumerate(pairs):
+        for j in range(4):
+            w.shared_store(here, w.select(is_gate, odd[j], even[j]), None, (4 * i + j) * 128)
+    w.warpgroup_barrier()
+    results = []
+    for i, (even, odd) in enumerate(pairs):
+        own = [w.select(is_gate, even[j], odd[j]) for j in range(4)]
+        given = [w.shared_number(there, (4 * i + j) * 128) for j in range(4)]
+        both = [(w.select(is_gate, a, b), w.select(is_gate, b, a)) for a, b in zip(own, given, strict=True)]
+        results.append([gated(w, *pair) for pair in both])
+    w.warpgroup_barrier()
+    return results
+
+
+def gated(w: Any, gate: Any, other: Any) -> Any:
+    return gate * w.sigmoid(gate) * other

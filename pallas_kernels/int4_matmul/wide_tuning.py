@@ -6,7 +6,7 @@ import itertools
 
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.tuning import MULTIPROCESSORS
-from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import MANY_TOKENS, WidePlan, WideSchedule
 
 BLOCK_SHARED_BYTES = 227 * 1024 - 1024
 """What a block may have of shared memory, less what the compiler takes."""
@@ -96,6 +96,7 @@ def _candidates(plan: WidePlan, multiprocessors: int) -> list[WidePlan | None]:
         fitted(plan, WideSchedule(tokens, warpgroups, tiles, s, c, blocks=resident(c, multiprocessors)))
         for (warpgroups, tiles, most), s, c in itertools.product(SHAPES, slices, CLUSTERS)
         for tokens in _even(plan.rows, most)
+        if not plan.gated or tiles == 2
     ]
 
 
@@ -117,9 +118,11 @@ def _even(rows: int, most: int) -> list[int]:
 def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
     """The plan with as many stages as shared memory has room for; None if there are less than three.
 
-    None, too, if a gate's outputs and others would not be a warpgroup's two tiles, or of several slices.
+    None, too, if a gate's outputs and others would be of several slices, or in one tile of more tokens than become
+    lines together, or not in the next product's order.
     """
-    if plan.gated and (schedule.tiles != 2 or schedule.slices > 1):
+    one_tile_is_wrong = plan.result_order is None or schedule.tokens > MANY_TOKENS
+    if plan.gated and (schedule.slices > 1 or (schedule.tiles == 1 and one_tile_is_wrong)):
         return None
     fitted = dataclasses.replace(plan, schedule=schedule)
     rest = schedule.warpgroups * fitted.lines_bytes
