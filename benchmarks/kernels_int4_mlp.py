@@ -166,9 +166,8 @@ def main() -> None:
     if arguments.layer:
         op, shapes, predicted = "layer_products", MODELS[arguments.model], LAYER_PREDICTED
     every = arguments.rows or (LAYER_ROWS if arguments.layer else ROWS)
-    packed = [
-        jax.jit(functools.partial(random_weights, shapes=shapes))(seed) for seed in range(BLOCKS[arguments.model])
-    ]
+    random = jax.jit(functools.partial(random_weights, shapes=shapes))
+    packed = [random(seed) for seed in range(BLOCKS[arguments.model])]
     dense = jax.jit(functools.partial(jax.tree.map, dequantized, is_leaf=is_packed))(packed)
     ways: dict[str, tuple[Callable[..., jax.Array], Any]]
     ways = {"gated": (gated, packed), "apart": (apart, packed), "cublas": (cublas, dense)}
