@@ -59,7 +59,7 @@ class Case:
     def record(self) -> dict[str, object]:
         s = self.chosen
         way = "scaled" if s.scaled else "digits" if s.digits else "halves"
-        way += (" bulk" if s.bulk else "") + (" once" if s.once else "")
+        way += (" bulk" if s.bulk else "") + (" once" if s.once else "") + (" joined" if s.joined else "")
         return {
             "op": "int4_matmul",
             "m": self.m,

@@ -239,7 +239,7 @@ def simulate(
 ) -> np.ndarray:
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, results]."""
     plan = Plan.of(x.shape[0], weight, schedule, fusion)
-    out = np.full(plan.slices * plan.all_rows * plan.results, np.nan, DTYPES[out_dtype])
+    out = np.full(plan.partials * plan.all_rows * plan.results, np.nan, DTYPES[out_dtype])
     arguments = strip.arguments_of(
         weight,
         weights=flat_weights(weight),
@@ -249,10 +249,11 @@ def simulate(
         out=out,
         out_dtype=out_dtype,
     )
-    for slice_ in range(plan.slices):
+    slices = [range(plan.slices)] if schedule.joined else [range(i, i + 1) for i in range(plan.slices)]
+    for cluster in slices:
         for block in range(plan.blocks_per_slice * schedule.tiles):
-            _run_block(plan, arguments, slice_, block)
-    return out.reshape(plan.slices, plan.all_rows, plan.results)
+            _run_blocks(plan, arguments, cluster, block)
+    return out.reshape(plan.partials, plan.all_rows, plan.results)
 
 
 def flat_weights(weight: Packed) -> Weights:
@@ -260,17 +261,19 @@ def flat_weights(weight: Packed) -> Weights:
     return Weights(*(None if a is None else np.ascontiguousarray(a).reshape(-1) for a in arrays))
 
 
-def _run_block(plan: Plan, arguments: Any, slice_: int, block: int) -> None:
-    from simulated_wide_warp import Barriers, SimulatedWideWarp  # which imports this module
+def _run_blocks(plan: Plan, arguments: Any, slices: range, block: int) -> None:
+    """The blocks of some slices, as a cluster."""
+    from simulated_cluster_warp import SimulatedClusterWarp  # these import this module
+    from simulated_wide_warp import Barriers
 
     barriers = Barriers()
 
-    def program(warp: SimulatedWarp, _: int) -> None:
-        w = SimulatedWideWarp(warp, barriers)
+    def program(warp: SimulatedWarp, rank: int) -> None:
+        w = SimulatedClusterWarp(warp, barriers)
         program = once.multiply if plan.schedule.once else mosaic.multiply
-        program(w, plan, arguments, w.integer(slice_), w.integer(block))
+        program(w, plan, arguments, w.integer(slices[rank]), w.integer(block))
 
-    run_cluster(1, plan.schedule.warps, plan.shared_bytes, program)
+    run_cluster(len(slices), plan.schedule.warps, plan.shared_bytes, program)
 
 
 def in_float64(x: np.ndarray, values: np.ndarray) -> np.ndarray:

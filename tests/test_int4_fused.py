@@ -92,6 +92,13 @@ def test_tiles_of_tokens_have_blocks_of_their_own_on_simulated_warps() -> None:
     check_simulated(20, 512, 128, schedule, Fusion(norm_eps=EPS, gated=True), out_features=64, bound=4e-6)
 
 
+@pytest.mark.parametrize("bulk", [False, True])
+def test_slices_are_joined_by_a_cluster_on_simulated_warps(bulk: bool) -> None:
+    """Two clusters of seven strips each, which three blocks share."""
+    schedule = Schedule(4, 1, 2, 2, 6, scaled=True, bulk=bulk, joined=True)
+    check_simulated(5, 1536, 128, schedule, Fusion(residual=True), out_features=216)
+
+
 def check_simulated(
     rows: int,
     in_features: int,

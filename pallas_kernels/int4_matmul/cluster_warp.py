@@ -31,14 +31,15 @@ class ClusterWarp(WideWarp):
     def send_words(
         self, address: Value, words: Sequence[Value], block: Value, barrier: int, predicate: Value | None = None
     ) -> None:
-        """2 or 4 words, or float32, to the inbox of block `block` of the cluster, which may differ by lane."""
+        """1, 2 or 4 words, or float32, to the inbox of block `block` of the cluster, which may differ by lane."""
         names = ", ".join(f"${i + 3}" for i in range(len(words)))
-        kind = f"v{len(words)}.{'f32' if words[0].is_float else 'b32'}"
+        vector, names = (f".v{len(words)}", f"{{{names}}}") if len(words) > 1 else ("", names)
+        kind = f"{vector}.{'f32' if words[0].is_float else 'b32'}"
         guard = "" if predicate is None else f"@${len(words) + 3} "
         ptx = (
             "{ .reg .b32 place, counter; mapa.shared::cluster.u32 place, $0, $2; "
             "mapa.shared::cluster.u32 counter, $1, $2; "
-            f"{guard}st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{kind} [place], {{{names}}}, "
+            f"{guard}st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [place], {names}, "
             "[counter]; }"
         )
         places = [self._shared(address), self._shared(self.integer(barrier)), block.ir]

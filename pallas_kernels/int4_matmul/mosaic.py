@@ -29,9 +29,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.early_launch import take_turn
-from pallas_kernels.int4_matmul import once
+from pallas_kernels.int4_matmul import joined, once
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.bulk_stream import BulkStream
+from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Plan, Schedule
@@ -49,15 +50,19 @@ from pallas_kernels.int4_matmul.strip import (
     store,
     totals_of,
 )
-from pallas_kernels.int4_matmul.wide_warp import WideWarp
+
+MOST_JOINED = 8
+"""Blocks of a cluster that every card runs."""
 
 
 def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
-    """One warp's work: the instructions are emitted through `w`, a WideWarp (or its NumPy twin in the tests)."""
+    """One warp's work: the instructions are emitted through `w`, a ClusterWarp (or its NumPy twin in the tests)."""
     schedule = plan.schedule
     zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
     way = RowStream if plan.in_rows is not None else BulkStream if schedule.bulk else Stream
     stream = way(w, plan, a.weights, slice_, block)
+    if schedule.joined:
+        joined.open_inbox(w, plan, slice_, stream.count)
     # x first: it waits for all weights that were asked for before it.
     x = operand(w, plan, a, stream)
     stream.open()  # without a barrier, ptxas would move the loads of x to where it is used, behind all weights
@@ -65,6 +70,8 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     w.warp_barrier()
     x.prepare(None if a.weights.book is None else Book(w, a.weights.book, as_bytes=schedule.digits))
     stream.spare_is_free()
+    if schedule.joined:
+        w.cluster_wait()
 
     def turn(index: Any, carry: Any) -> Any:
         place, buffer, end, *slots = carry
@@ -79,6 +86,8 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
 
         def add() -> None:
             w.block_barrier()
+            if schedule.joined:
+                return joined.send(w, plan, slice_, following - done, done, buffer)
             store(w, plan, a, slice_, stream.first_strip + (following - done) // plan.strip_parts, done, buffer)
 
         w.when(full, add)
@@ -95,6 +104,8 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     # The first sums are added at once: the instructions for it come from memory while weights are waited for anyway.
     end = w.integer(plan.strip_parts) if schedule.scaled else at_most(w.integer(schedule.strips))
     w.loop(stream.count, (zero, zero, end, *stream.first()), turn)
+    if schedule.joined:
+        joined.finish(w, plan, a, slice_, stream.first_strip, stream.count)
 
 
 def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Operand:
@@ -139,20 +150,22 @@ def partial_sums(
     fusion: Fusion = PLAIN,
     program: Callable[[Any, Plan, Arguments, Any, Any], None] | None = None,
 ) -> jax.Array:
-    """The same before the last addition: [slices, rows, results], float32 unless there is only one slice.
+    """The same before the last addition: [slices, rows, results], float32 unless one is left.
 
     `program` is what each warp does, by default the product; benchmarks pass one that only reads the weights.
     """
     plan = Plan.of(x.shape[0], weight, schedule, fusion)
-    if fusion != PLAIN and plan.slices > 1:
+    if plan.slices > 1 and (fusion.norm_eps is not None or fusion.gated or (fusion.residual and not schedule.joined)):
         raise ValueError(f"a fused product needs all inputs in one block, not {plan.slices} slices of them")
+    if schedule.joined and not 1 < plan.slices <= MOST_JOINED:
+        raise ValueError(f"a cluster joins 2 to {MOST_JOINED} slices, not {plan.slices}")
     if schedule.bulk and not plan.even:
         raise ValueError(f"bulk copies need whole groups of at most {PART} inputs for every warp of {schedule}")
     if schedule.once and not plan.whole:
         raise ValueError(f"a block for each strip needs whole parts of {PART} inputs for every warp of {schedule}")
     if program is None:
         program = once.multiply if schedule.once else multiply
-    dtype = jnp.dtype(jnp.float32) if plan.slices > 1 else jnp.dtype(out_dtype)
+    dtype = jnp.dtype(jnp.float32) if plan.partials > 1 else jnp.dtype(out_dtype)
     operands = [*arrays_of(weight), *arrays, x]
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -171,19 +184,30 @@ def partial_sums(
                 out=out,
                 out_dtype=str(dtype),
             )
-            w = WideWarp(shared)
+            w = ClusterWarp(shared)
             program(w, plan, arguments, w.scalar(slice_), w.scalar(block))
 
         take_turn()
         emit(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
 
     threads = {"num_threads": schedule.warps // 4, "thread_name": "warpgroup"} if schedule.warps > 4 else {}
+    # Blocks of a cluster have a name of their own, and are neighbours.
+    grid: dict[str, Any] = {
+        "grid": (plan.slices, plan.blocks_per_slice * schedule.tiles),
+        "grid_names": ("slice", "block"),
+    }
+    if schedule.joined:
+        grid = {
+            "grid": grid["grid"][1:],
+            "grid_names": ("block",),
+            "cluster": (plan.slices,),
+            "cluster_names": ("slice",),
+        }
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((plan.slices, plan.all_rows, plan.results), dtype),
-        grid=(plan.slices, plan.blocks_per_slice * schedule.tiles),
-        grid_names=("slice", "block"),
+        out_type=jax.ShapeDtypeStruct((plan.partials, plan.all_rows, plan.results), dtype),
         scratch_types=[plgpu.SMEM((plan.shared_bytes // 4,), jnp.float32)],
         kernel_name="int4_matmul",
+        **grid,
         **threads,
     )(*operands)

@@ -22,7 +22,8 @@ class Schedule:
     16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are added after every
     `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
     resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
-    and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py.
+    and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py. `joined`: blocks that share outputs add up
+    their slices themselves, see joined.py.
 
     `once`: a block has `strips` strips, all of them fetched at once, see once.py; `depth` is as many. Tokens are in
     `tiles`, each with blocks of its own.
@@ -36,6 +37,7 @@ class Schedule:
     digits: bool = False
     scaled: bool = False
     bulk: bool = False
+    joined: bool = False
     once: bool = False
     tiles: int = 1
 
@@ -152,6 +154,11 @@ class Plan:
         return -(-self.in_features // self.block_columns)
 
     @property
+    def partials(self) -> int:
+        """Slices that the kernel leaves to be added."""
+        return 1 if self.schedule.joined else self.slices
+
+    @property
     def ragged(self) -> bool:
         """Whether some warps have fewer inputs than others."""
         return self.slices * self.block_columns != self.in_features
@@ -256,6 +263,20 @@ class Plan:
         return self.norm_start + self.schedule.warps * self.norm_bytes
 
     @property
-    def shared_bytes(self) -> int:
+    def inbox_start(self) -> int:
+        """Sums of this block's results, [strip, slice, token, 16], see joined.py."""
         slots = self.schedule.warps // 4 * (self.schedule.depth + 1) if self.schedule.bulk else 0
         return self.barriers_start + 16 * slots
+
+    @property
+    def inbox_strips(self) -> int:
+        """Most strips whose results a block of a cluster writes."""
+        return -(-self.result_strips // (self.blocks_per_slice * self.slices)) if self.schedule.joined else 0
+
+    @property
+    def inbox_barrier(self) -> int:
+        return self.inbox_start + self.inbox_strips * self.slices * self.rows * STRIP * 4
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.inbox_barrier + (16 if self.schedule.joined else 0)
