@@ -5,7 +5,8 @@
 
 Blocks of 16 layers with weights of their own (75 MB) one behind the other, in a loop on the device: by the host's clock
 microseconds a block, what lies between the kernels included, and each kernel's own time by CUPTI. Beforehand one block
-is compared with float32, and a loop's steps must have the same bits.
+is compared with float32, and a loop's steps must have the same bits. Then the product behind it, qkv, of x and of x and
+slices, by CUPTI.
 """
 
 import argparse
@@ -23,8 +24,8 @@ from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.harness import RESULTS, Recorder
-from benchmarks.kernels_int4 import BF16, Case, random_weight
-from pallas_kernels.int4_matmul import PackedInt4, dequantize, gated_once, mosaic, tuning
+from benchmarks.kernels_int4 import BF16, Case, random_weight, timed
+from pallas_kernels.int4_matmul import PackedInt4, dequantize, gated_once, mosaic, once_of_sum, tuning
 from pallas_kernels.int4_matmul.plan import Fusion
 
 HIDDEN, INTERMEDIATE, LAYERS, STEPS, CALLS = 1024, 3072, 16, 24, 6
@@ -152,6 +153,38 @@ def measure(recorder: Recorder, way: str, rows: int, function: Any, layers: list
     return outs[0]
 
 
+QKV = 4096
+PRODUCTS = {(0, 1): 2.9, (8, 4): 3.3, (16, 4): 3.4, (16, 8): 3.4}
+"""Predicted microseconds of qkv at one row, by slices and blocks of a cluster."""
+
+
+def measure_product(recorder: Recorder, slices: int, cluster: int, predicted: float) -> None:
+    """A qkv product of x, or of x and slices, of weights past the L2 cache."""
+    fusion, keys = Fusion(norm_eps=EPS), jax.random.split(jax.random.key(3), 4)
+    make = jax.jit(lambda key: random_weight(key, Case(1, HIDDEN, QKV, 0)))
+    weights = [make(key) for key in jax.random.split(keys[0], 2 * LAYERS)]
+    x, norm = jax.random.normal(keys[1], (1, HIDDEN), BF16), jax.random.uniform(keys[2], (HIDDEN,), jnp.float32, 0.5)
+    partial = jax.random.normal(keys[3], (slices, 1, HIDDEN)) if slices else None
+    options: dict[str, Any] = {"schedule": tuning.plan_for(1, weights[0], fusion=fusion).schedule, "out_dtype": BF16}
+
+    @jax.jit
+    def product(w: PackedInt4, x: jax.Array, partial: jax.Array | None) -> jax.Array:
+        if partial is None:
+            return mosaic.int4_matmul(x, w, norm, fusion=fusion, **options)
+        return once_of_sum.int4_matmul_of_sum(x, partial, w, norm, norm_eps=EPS, cluster=cluster, **options)[0]
+
+    got = product(weights[0], x, partial)
+    same = all(bool(jnp.array_equal(got, product(weights[0], x, partial))) for _ in range(20))
+    y = settle((x, partial)).astype(jnp.float32)
+    root = lax.rsqrt(jnp.mean(y * y, axis=1, keepdims=True) + jnp.float32(EPS))
+    want = jnp.dot(y * root * norm[None], dequantize(weights[0]).T, precision="highest")
+    error = float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
+    times, _ = timed(lambda x, weights, partial: [product(w, x, partial) for w in weights], x, weights, partial)
+    print(f"predicted {predicted} us, error {error:.1e}, {'repeatable' if same else 'NOT REPEATABLE'}")
+    case: dict[str, object] = {"op": "int4_matmul", "m": 1, "k": HIDDEN, "n": QKV, "slices": slices, "cluster": cluster}
+    recorder.record(case, {"us": (statistics.median(times), "us")})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="*", help="by default those with a prediction")
@@ -171,6 +204,8 @@ def main() -> None:
         out = measure(recorder, way, rows, function, layers).astype(jnp.float32)
         expected = first.setdefault(rows, out)
         print(f"  from the first way {float(jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected)):.1e}")
+    for (slices, cluster), predicted in PRODUCTS.items():
+        measure_product(recorder, slices, cluster, predicted)
 
 
 if __name__ == "__main__":

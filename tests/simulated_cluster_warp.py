@@ -1,6 +1,6 @@
 """The NumPy twin of `pallas_kernels.int4_matmul.cluster_warp.ClusterWarp`, and the kernels of clusters run on it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -8,9 +8,12 @@ from simulated_int4_warp import flat_weights
 from simulated_warp import SimulatedWarp, run_cluster
 from simulated_wide_warp import Barriers, SimulatedWideWarp
 
-from pallas_kernels.int4_matmul import gated_once
+from pallas_kernels.int4_matmul import gated_once, once
+from pallas_kernels.int4_matmul.cluster_sum import Addend
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan
+from pallas_kernels.int4_matmul.once_of_sum import OfSumPlan
 from pallas_kernels.int4_matmul.packing import PackedInt4
+from pallas_kernels.int4_matmul.plan import Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.strip import arguments_of
 
 BF16 = ml_dtypes.bfloat16
@@ -65,12 +68,58 @@ def simulate_gated_once(
         arguments_of(weights[0], weights=first, x=flat, norm=norm, out=None, out_dtype="float32"),
         arguments_of(weights[1], weights=second, x=None, out=out, out_dtype="float32"),
     )
+    addend = None if partial is None else Addend(plan.sum, sums, total)
+    run_clusters(
+        clusters,
+        cluster,
+        plan.warps,
+        plan.shared_bytes,
+        lambda w, block: gated_once.feed_forward(w, plan, *arguments, block, addend),
+    )
+    return out.reshape(clusters, len(x), -1), x if partial is None else total.reshape(x.shape)
+
+
+def simulate_once_of_sum(
+    x: np.ndarray,
+    partial: np.ndarray,
+    weight: PackedInt4,
+    norm: np.ndarray,
+    *,
+    schedule: Schedule,
+    cluster: int,
+    norm_eps: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel of a product of a sum returns for x [rows, inputs] (bfloat16): the product in float32, and y."""
+    product = Plan.of(len(x), weight, schedule, Fusion(norm_eps=norm_eps))
+    plan = OfSumPlan(product, cluster, len(partial))
+    out = np.full(len(x) * product.results, np.nan, np.float32)
+    total = np.full(x.size, np.nan, BF16)
+    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    arguments = arguments_of(weight, weights=flat_weights(weight), x=flat, norm=norm, out=out, out_dtype="float32")
+    addend = Addend(plan.sum, partial.reshape(-1), total)
+    run_clusters(
+        product.blocks_per_slice // cluster,
+        cluster,
+        schedule.warps,
+        plan.shared_bytes,
+        lambda w, block: once.multiply(w, product, arguments, w.integer(0), block, addend),
+    )
+    return out.reshape(len(x), -1), total.reshape(x.shape)
+
+
+def run_clusters(
+    clusters: int,
+    cluster: int,
+    warps: int,
+    shared_bytes: int,
+    program: Callable[[SimulatedClusterWarp, np.ndarray], None],
+) -> None:
+    """Runs `program(w, block)` in every warp, cluster by cluster."""
     for index in range(clusters):
         barriers = Barriers()
 
-        def program(warp: SimulatedWarp, rank: int, index: int = index, barriers: Barriers = barriers) -> None:
+        def run(warp: SimulatedWarp, rank: int, index: int = index, barriers: Barriers = barriers) -> None:
             w = SimulatedClusterWarp(warp, barriers)
-            gated_once.feed_forward(w, plan, *arguments, sums, total, w.integer(index * cluster + rank))
+            program(w, w.integer(index * cluster + rank))
 
-        run_cluster(cluster, plan.warps, plan.shared_bytes, program)
-    return out.reshape(clusters, len(x), -1), x if partial is None else total.reshape(x.shape)
+        run_cluster(cluster, warps, shared_bytes, run)

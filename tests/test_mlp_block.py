@@ -1,27 +1,45 @@
-"""A small model's feed-forward block in one kernel, against float64."""
+"""A small model's feed-forward block in one kernel, and products of sums, against float64."""
 
 import numpy as np
 import pytest
-from simulated_cluster_warp import simulate_gated_once
+from simulated_cluster_warp import simulate_gated_once, simulate_once_of_sum
 from test_int4_fused import small
 from test_int4_matmul import BF16
 
 from pallas_kernels.int4_matmul import to_mosaic
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan
+from pallas_kernels.int4_matmul.plan import Schedule
 
 EPS = 1e-5
 
 
-def expected(y: np.ndarray, gate_up: np.ndarray, down: np.ndarray, norm: np.ndarray | None) -> np.ndarray:
-    """In float64, but what the kernel rounds to bfloat16: y times the norm's weights, and what is between products."""
+def normalised(y: np.ndarray, norm: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | float]:
+    """y times the norm's weights, rounded as the kernel rounds it, and what products are to be multiplied by."""
     wide = y.astype(np.float64)
-    root = 1.0
-    if norm is not None:
-        root = 1 / np.sqrt((wide * wide).mean(1, keepdims=True) + EPS)
-        wide = (wide * norm).astype(BF16).astype(np.float64)
+    if norm is None:
+        return wide, 1.0
+    return (wide * norm).astype(BF16).astype(np.float64), 1 / np.sqrt((wide * wide).mean(1, keepdims=True) + EPS)
+
+
+def expected(y: np.ndarray, gate_up: np.ndarray, down: np.ndarray, norm: np.ndarray | None) -> np.ndarray:
+    """In float64, but what is between the products: that the kernel rounds to bfloat16."""
+    wide, root = normalised(y, norm)
     gate, up = np.split(wide @ gate_up.T * root, 2, axis=1)
     hidden = (gate / (1 + np.exp(-gate)) * up).astype(BF16).astype(np.float64)
     return hidden @ down.T
+
+
+def stream(rows: int, slices: int, features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, slices that are to be added to it, and their sum."""
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, features)).astype(BF16)
+    partial = rng.standard_normal((slices, rows, features)).astype(np.float32)
+    return x, partial, (x.astype(np.float32) + partial.sum(0)).astype(BF16)
+
+
+def same_sum(got: np.ndarray, want: np.ndarray) -> bool:
+    """Sums in another order round to the other neighbour now and then."""
+    return bool((got == want).mean() > 0.99) and np.allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.01)
 
 
 @pytest.mark.parametrize(
@@ -29,18 +47,28 @@ def expected(y: np.ndarray, gate_up: np.ndarray, down: np.ndarray, norm: np.ndar
     [(1, 3, 128, 384, 2, 2, True), (2, 0, 64, 512, 2, 4, True), (3, 9, 32, 256, 1, 4, False)],
 )
 def test_block_on_simulated_warps(rows, slices, group, hidden, clusters, cluster, normed) -> None:
-    rng = np.random.default_rng(rows)
     gate_up, gate_values = small(2 * hidden, 512, group)
     down, down_values = small(256, hidden, group)
     weights = (to_mosaic(gate_up), to_mosaic(down))
     assert GatedPlan.refusal(rows, *weights, clusters, cluster) is None
-    x = rng.standard_normal((rows, 512)).astype(BF16)
-    partial = rng.standard_normal((slices, rows, 512)).astype(np.float32) if slices else None
-    norm = rng.uniform(0.5, 1.5, 512).astype(np.float32) if normed else None
+    x, partial, total = stream(rows, slices, 512)
+    norm = np.random.default_rng(7).uniform(0.5, 1.5, 512).astype(np.float32) if normed else None
     options = {"clusters": clusters, "cluster": cluster, "norm_eps": EPS}
-    got, y = simulate_gated_once(x, partial, weights, norm, **options)
-    total = x if partial is None else (x.astype(np.float64) + partial.sum(0, dtype=np.float64)).astype(BF16)
-    assert (y == total).mean() > 0.99  # sums in float32 round to the other neighbour now and then
+    got, y = simulate_gated_once(x, partial if slices else None, weights, norm, **options)
+    assert same_sum(y, total)
     want = expected(y, gate_values, down_values, norm)
-    error = np.linalg.norm(got.sum(0, dtype=np.float64) - want) / np.linalg.norm(want)
-    assert error < 1e-3, error
+    assert np.linalg.norm(got.sum(0, dtype=np.float64) - want) / np.linalg.norm(want) < 1e-3
+
+
+@pytest.mark.parametrize(("rows", "slices", "cluster"), [(1, 10, 4), (2, 3, 2)])
+def test_product_of_a_sum_on_simulated_warps(rows: int, slices: int, cluster: int) -> None:
+    weight, values = small(64, 512, 128)
+    x, partial, total = stream(rows, slices, 512)
+    norm = np.random.default_rng(7).uniform(0.5, 1.5, 512).astype(np.float32)
+    schedule = Schedule(4, 1, 1, 1, 4, once=True)
+    options = {"schedule": schedule, "cluster": cluster, "norm_eps": EPS}
+    got, y = simulate_once_of_sum(x, partial, to_mosaic(weight), norm, **options)
+    assert same_sum(y, total)
+    wide, root = normalised(y, norm)
+    want = wide @ values.T * root
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-6

@@ -6,7 +6,7 @@ a cluster adds up its own few inputs, and sends them to all blocks of the cluste
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_kernels.int4_matmul.shared_rows import Rows, row_bytes
 
@@ -61,20 +61,30 @@ class SumPlan:
         return None
 
 
+class Addend(NamedTuple):
+    """What is to be added to x: `partial` float32 [slices, rows, features]; the sum goes to `total`, as x is."""
+
+    plan: SumPlan
+    partial: Any
+    total: Any
+
+
 class ClusterSum:
     """The sum of one cluster, as its warps see it. `block` counts all blocks, those of a cluster one by one."""
 
-    def __init__(self, w: Any, plan: SumPlan, x: Any, partial: Any, block: Any):
-        """Opens the inbox and asks for this warp's numbers: x bfloat16 [rows, features], partial float32 [slices, ...]
+    def __init__(self, w: Any, addend: Addend, x: Any, block: Any):
+        """Opens the inbox and asks for this warp's numbers; other inboxes have been opened before, or are not.
 
-        All warps' `cluster_arrive` and `cluster_wait` have to come before `send`.
+        x is bfloat16 [rows, features].
         """
-        self.w, self.plan = w, plan
+        self.w, self.plan, self._total = w, addend.plan, addend.total
+        plan = self.plan
         w.expect_sent(plan.barrier, 2 * plan.rows * plan.features)
+        w.cluster_arrive()
         self._sharer = w.lane // plan.fours
         self._column = (block % plan.cluster * plan.warps + w.warp) * plan.of_warp + w.lane % plan.fours * FOUR
         self._writes = (block < plan.cluster) & (self._sharer < 1)
-        self._numbers = [self._of_row(x, partial, row) for row in range(plan.rows)]
+        self._numbers = [self._of_row(x, addend.partial, row) for row in range(plan.rows)]
 
     def _of_row(self, x: Any, partial: Any, row: int) -> tuple[Any, list[Any]]:
         """Words of x, and four numbers of each of the lane's slices."""
@@ -86,9 +96,10 @@ class ClusterSum:
             slices.append(w.load_four(partial, offset if inside is None else w.select(inside, offset, place), inside))
         return w.load_words(x, place, 2, None), slices
 
-    def send(self, out: Any) -> None:
-        """Adds up, in an order that is always the same, and sends; the first cluster writes the sum to `out`."""
+    def send(self) -> None:
+        """Adds up, in an order that is always the same, and sends; the first cluster writes the sum."""
         w, plan = self.w, self.plan
+        w.cluster_wait()
         for row, (words, slices) in enumerate(self._numbers):
             total = list(slices[0])
             for more in slices[1:]:
@@ -105,7 +116,7 @@ class ClusterSum:
                 there = None if first + plan.sharers <= plan.cluster else block < plan.cluster
                 block = block if there is None else w.select(there, block, w.integer(0))
                 w.send_words(place, pairs, block, plan.barrier, there)
-            w.store_words(out, self._column + row * plan.features, pairs, self._writes)
+            w.store_words(self._total, self._column + row * plan.features, pairs, self._writes)
 
     def arrived(self) -> Rows:
         """Waits for all of the sum."""

@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.int4_matmul.blocks import run_blocks
-from pallas_kernels.int4_matmul.cluster_sum import ClusterSum
+from pallas_kernels.int4_matmul.cluster_sum import Addend
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan
-from pallas_kernels.int4_matmul.once import fetch_norm, norm_of_warp, read_all
-from pallas_kernels.int4_matmul.operands import Halves, Tokens
+from pallas_kernels.int4_matmul.once import ask, fetch_norm, given, norm_of_warp, read_all
+from pallas_kernels.int4_matmul.operands import Halves
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.row import Row
-from pallas_kernels.int4_matmul.shared_rows import SharedTokens, tokens_in
+from pallas_kernels.int4_matmul.shared_rows import SharedTokens
 from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.strip import Arguments, arguments_of, over_warps, put, root_of, totals_of
 
@@ -68,43 +67,38 @@ class Hidden:
 
 
 def feed_forward(
-    w: Any, plan: GatedPlan, gate_up: Arguments, down: Arguments, partial: Any, total: Any, block: Any
+    w: Any, plan: GatedPlan, gate_up: Arguments, down: Arguments, block: Any, addend: Addend | None = None
 ) -> None:
     """One warp's work: the instructions are emitted through `w`, a ClusterWarp (or its NumPy twin in the tests).
 
-    `total` is where x plus the slices `partial` goes; both are None where there are no slices. `block` counts all
-    blocks; those of a cluster have neighbouring numbers.
+    `block` counts all blocks; those of a cluster have neighbouring numbers.
     """
     first, gates_barrier = plan.gate_up, plan.barriers[1]
     stream, later = GateStream(w, plan, gate_up.weights, block), DownStream(w, plan, down.weights, block)
     w.expect_sent(gates_barrier, plan.gates_bytes)
-    source: ClusterSum | Row | Tokens
-    if plan.slices:
-        source = ClusterSum(w, plan.sum, gate_up.x, partial, block)
-    elif first.norm_bytes and Row.serves(first):
-        source = Row(w, first, gate_up.x, gate_up.norm, stream.first_tile, norm_of_warp(w, first))
-    else:
-        source = Tokens(w, first, gate_up.x, gate_up.norm, stream.first_tile)
-    w.cluster_arrive()
+    asked = ask(w, first, gate_up, stream, block, addend)
+    if addend is None:
+        w.cluster_arrive()
     w.warp_barrier()  # without it, ptxas would move these loads behind the wait for the weights
     stream.fill()
     if first.norm_bytes:
         fetch_norm(w, first, gate_up, stream)
     later.fill()
-    w.cluster_wait()
-    if isinstance(source, ClusterSum):
-        source.send(total)
-        source = tokens_in(w, first, source.arrived(), gate_up.norm, stream.first_tile, norm_of_warp(w, first))
-    x, hidden = Halves(w, first, source), Halves(w, plan.down, Hidden(w, plan))
+    if addend is None:
+        w.cluster_wait()
+    tokens = given(w, first, gate_up, stream, asked)
+    x, hidden = Halves(w, first, tokens), Halves(w, plan.down, Hidden(w, plan))
     w.copy_wait(plan.down.schedule.depth)
     w.warp_barrier()
     if first.norm_bytes:
-        source.read_norm(norm_of_warp(w, first))
+        tokens.read_norm(norm_of_warp(w, first))
     read = read_all(w, first, gate_up, x, stream)
     w.warp_barrier()  # nor shall it read them behind what waits for x
     x.prepare()
-    for strip, (pieces, factors) in enumerate(read):
-        put(w, first, x, totals_of(w, first, x, pieces, factors.__getitem__), w.integer(strip * first.strip_bytes))
+    # All sums before the first is stored: products of different strips need not wait for each other.
+    totals = [totals_of(w, first, x, pieces, factors.__getitem__) for pieces, factors in read]
+    for strip, sums in enumerate(totals):
+        put(w, first, x, sums, w.integer(strip * first.strip_bytes))
     w.block_barrier()
     _send_gates(w, plan, block % plan.cluster)
     w.copy_wait(0)
@@ -212,7 +206,7 @@ def gated_mlp(
             arguments_of(gate_up, weights=weights[0], x=x_ref, norm=norm_ref, out=None, out_dtype="float32"),
             arguments_of(down, weights=weights[1], x=None, out=out, out_dtype="float32"),
         )
-        feed_forward(w, plan, *arguments, partial_ref, total, block)
+        feed_forward(w, plan, *arguments, block, Addend(plan.sum, partial_ref, total) if slices else None)
 
     out, *total = run_blocks(
         program,

@@ -7,10 +7,12 @@ neither ring nor loop, chains of products are short, and warps that have no resu
 from typing import Any
 
 from pallas_kernels.int4_matmul.book import Book
+from pallas_kernels.int4_matmul.cluster_sum import Addend, ClusterSum
 from pallas_kernels.int4_matmul.operands import Halves, Tokens
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
 from pallas_kernels.int4_matmul.row import Row
+from pallas_kernels.int4_matmul.shared_rows import tokens_in
 from pallas_kernels.int4_matmul.stream import Stream
 from pallas_kernels.int4_matmul.strip import (
     Arguments,
@@ -25,19 +27,16 @@ from pallas_kernels.int4_matmul.strip import (
 )
 
 
-def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
-    """One warp's work, as `mosaic.multiply`."""
+def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any, addend: Addend | None = None) -> None:
+    """One warp's work, as `mosaic.multiply`; where there is something to add to x, of a block of a cluster."""
     first_row = w.integer(0)
-    if plan.schedule.tiles > 1:
-        tile, block = block % plan.schedule.tiles, block // plan.schedule.tiles
+    tiles = plan.schedule.tiles
+    if tiles > 1:
+        tile, block = block % tiles, block // tiles
         first_row, last = tile * plan.rows, w.integer(plan.all_rows - plan.rows)
         first_row = w.select(first_row < last, first_row, last)
     stream = Stream(w, plan, a.weights, slice_, block)
-    # What several lanes would have to normalise is normalised once, and then passed around.
-    if plan.norm_bytes and Row.serves(plan):
-        tokens = Row(w, plan, a.x, a.norm, stream.first_tile, norm_of_warp(w, plan))
-    else:
-        tokens = Tokens(w, plan, a.x, a.norm, stream.first_tile, first_row if plan.schedule.tiles > 1 else None)
+    asked = ask(w, plan, a, stream, block, addend, first_row if tiles > 1 else None)
     strips = plan.schedule.strips
     results = results_of(w, plan, first_row, stream.first_strip, w.integer(strips), w.integer(0), strips)
     residuals = [residual_of(w, plan, a, result) for result in results]
@@ -45,6 +44,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     stream.fill()
     if plan.norm_bytes:
         fetch_norm(w, plan, a, stream)
+    tokens = given(w, plan, a, stream, asked)
     w.copy_wait(0)
     w.warp_barrier()
     x = Halves(w, plan, tokens)
@@ -66,6 +66,26 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
         w.when(w.warp < warps, write_all)  # the others would only be in their way
     else:
         write_all()
+
+
+def ask(
+    w: Any, plan: Plan, a: Arguments, stream: Stream, block: Any, addend: Addend | None = None, first_row: Any = None
+) -> ClusterSum | Row | Tokens:
+    """Starts the way of the warp's x into registers, which `given` ends when the weights have been asked for."""
+    if addend is not None:
+        return ClusterSum(w, addend, a.x, block)
+    # What several lanes would have to normalise is normalised once, and then passed around.
+    if plan.norm_bytes and Row.serves(plan):
+        return Row(w, plan, a.x, a.norm, stream.first_tile, norm_of_warp(w, plan))
+    return Tokens(w, plan, a.x, a.norm, stream.first_tile, first_row)
+
+
+def given(w: Any, plan: Plan, a: Arguments, stream: Stream, asked: ClusterSum | Row | Tokens) -> Row | Tokens:
+    """The warp's x."""
+    if not isinstance(asked, ClusterSum):
+        return asked
+    asked.send()
+    return tokens_in(w, plan, asked.arrived(), a.norm, stream.first_tile, norm_of_warp(w, plan))
 
 
 def norm_of_warp(w: Any, plan: Plan) -> Any:
