@@ -10,26 +10,9 @@ import subprocess
 import sys
 
 import pytest
+from compiled_for_h200 import H200, needs_cuda_build
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="needs the CUDA build of JAX (jax[cuda13]) to compile for a GPU",
-)
-
-# What the compiler is told of the card it compiles for.
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
+pytestmark = needs_cuda_build
 
 # A process of its own: the device is pretended, and a kernel for the wrong card would end the process.
 COMPILE = """

@@ -4,19 +4,15 @@ for many rows by floats in blocks.
 Opt-in: runs where the CUDA build of JAX is installed (`pip install 'jax[cuda13]'`), with or without a GPU.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-from test_compiled_for_cuda import H200
+from compiled_for_h200 import H200, needs_cuda_build
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="needs the CUDA build of JAX (jax[cuda13]) to compile for a GPU",
-)
+pytestmark = needs_cuda_build
 
 OUT, IN = 32768, 4096
 
