@@ -1,9 +1,9 @@
-"""Reads GGUF files, single or split, through a memory map: a tensor at a time, decoded in bounded pieces."""
+"""Reads GGUF files, single or split: a tensor at a time, decoded in bounded pieces."""
 
-import contextlib
 import mmap
 import os
 import re
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError, check_regular
 from checkpoints.formats import ggml_codes
-from checkpoints.formats.codes import QuantizedTensor
+from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.formats.ggml import dequantize
 from checkpoints.gguf_header import Header, TensorEntry, parse_header
 from checkpoints.tensors import TensorInfo
@@ -27,46 +27,42 @@ _SPLIT_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\
 
 
 class _Part:
-    """One file: its header and its mapped bytes."""
+    """One file: its header, and its bytes by plain reads.
+
+    Mapped memory would count as this process's, and to touch a page of a file that has been cut since would end it.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         try:
             check_regular(path)
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < 24:
-                    raise CheckpointError(f"{path}: not a GGUF file: it has {size} bytes, a header alone has 24")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = path.open("rb", buffering=0)
         except OSError as e:
             raise CheckpointError(f"{path}: cannot be opened: {e.strerror}") from e
-        self.header: Header = parse_header(self._map, str(path))
-        self.bytes: np.ndarray | None = np.frombuffer(self._map, np.uint8)
+        self.close = weakref.finalize(self, self._file.close)  # at the latest when this object goes
+        self._size = os.fstat(self._file.fileno()).st_size
+        if self._size < 24:
+            raise CheckpointError(f"{path}: not a GGUF file: it has {self._size} bytes, a header alone has 24")
+        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            self.header: Header = parse_header(mapped, str(path))
 
-    def check_size(self) -> None:
-        """Raises CheckpointError for a file that has been cut since: what touches the missing pages is ended by the
-        system (SIGBUS). Looked at before each tensor, so a file must not shrink while one is decoded."""
-        size, mapped = self._map.size(), len(self._map)
-        if size < mapped:
-            raise CheckpointError(
-                f"{self.path} has {size} of the {mapped} bytes that it had when it was opened; download it again, and "
-                "replace a file that is in use by renaming another one to it"
-            )
-
-    def release(self, start: int, stop: int) -> None:
-        """Drops the whole pages of a byte range from this process; the system may still cache them.
-
-        Mapped pages count as resident memory: without this a loader's peak would include the file it reads.
-        """
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = stop // mmap.PAGESIZE * mmap.PAGESIZE - first
-        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):  # Windows has no madvise
-            self._map.madvise(mmap.MADV_DONTNEED, first, length)
-
-    def close(self) -> None:
-        self.bytes = None
-        with contextlib.suppress(BufferError):  # views from read_blocks are alive; the map goes when they do
-            self._map.close()
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Fills a contiguous array with the bytes from `start` on. Several threads may call it at once."""
+        view, done = memoryview(out.reshape(-1).view(np.uint8)), 0
+        if self._file.closed:
+            raise CheckpointError(f"{self.path}: the file has been closed; open it again to read more")
+        try:
+            while done < len(view):  # one read returns at most 2 GiB on Linux
+                count = os.preadv(self._file.fileno(), [view[done:]], start + done)
+                if not count:
+                    raise CheckpointError(
+                        f"{self.path} has {os.fstat(self._file.fileno()).st_size} of the {self._size} bytes that it "
+                        "had when it was opened; download it again, and replace a file that is in use by renaming "
+                        "another one to it"
+                    )
+                done += count
+        except OSError as e:
+            raise CheckpointError(f"{self.path}: cannot be read: {e.strerror}") from e
 
 
 class GGUFFile:
@@ -130,30 +126,37 @@ class GGUFFile:
                 f"{name} ({entry.type.name}) reads into a C-contiguous array of "
                 f"{plain if integer else 'a floating dtype'} and shape {shape}, got {out.dtype} {out.shape}"
             )
-        source, target = _mapped(part)[start:stop], out.reshape(-1)
+        if out.dtype == plain:
+            part.read(start, out)
+            return
+        target, what = out.reshape(-1), f"{part.path}: tensor {name!r}"
         block_elements, block_bytes = entry.type.block_elements, entry.type.block_bytes
         chunk = _CHUNK_ELEMENTS // block_elements
+        num_blocks = (stop - start) // block_bytes
+        packed = np.empty(min(chunk, num_blocks) * block_bytes, np.uint8)
         scratch = None if plain is not None or out.dtype == np.float32 else np.empty(_CHUNK_ELEMENTS, np.float32)
-        for first in range(0, len(source) // block_bytes, chunk):
-            packed = source[first * block_bytes : (first + chunk) * block_bytes]
+        for first in range(0, num_blocks, chunk):
+            packed = packed[: (num_blocks - first) * block_bytes]
+            part.read(start + first * block_bytes, packed)
             piece = target[first * block_elements : (first + chunk) * block_elements]
             if plain is not None:
                 values = packed.view(plain)
             else:
                 values = dequantize(packed, entry.type.name, piece if scratch is None else scratch[: len(piece)])
             if values is not piece:
-                _convert(values, piece, f"{part.path}: tensor {name!r}")
-        part.release(start, stop)
+                _convert(values, piece, what)
 
-    def read_blocks(self, name: str) -> np.ndarray:
-        """Returns the stored bytes of a tensor, uint8 [..., bytes_per_row], as a read-only view of the file.
+    def read_blocks(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """Returns the stored bytes of a tensor, or of a range of its first axis: uint8 [..., bytes_per_row].
 
         The shape is the tensor's with its last axis packed; `tensors[name].dtype` names the type, and
-        `formats.ggml.unpack` takes the bytes apart. A view stays valid after `close`.
+        `formats.ggml.unpack` takes the bytes apart.
         """
         part, entry = self._find(name)
-        packed = _mapped(part)[entry.offset : entry.offset + entry.info.nbytes]
-        return packed.reshape(*entry.info.shape[:-1], -1)
+        shape, start, stop = _locate(entry, rows)
+        packed = np.empty(stop - start, np.uint8)
+        part.read(start, packed)
+        return packed.reshape(*shape[:-1], shape[-1] // entry.type.block_elements * entry.type.block_bytes)
 
     def code_bits(self, name: str) -> int | None:
         """The width of a tensor's codes, 4 or 8; None for one that is not a quantised matrix."""
@@ -164,12 +167,15 @@ class GGUFFile:
         """The codes of a matrix, taken from the file a few rows at a time; None for one that is not quantised."""
         if self.code_bits(name) is None:
             return None
-        return ggml_codes.quantized(self.read_blocks(name), self.tensors[name].dtype)
+        info = self.tensors[name]
+
+        def rows(start: int, stop: int) -> Codes:
+            return ggml_codes.unpack(self.read_blocks(name, slice(start, stop)), info.dtype)
+
+        return QuantizedTensor((info.shape[0], info.shape[1]), rows)
 
     def release(self, name: str) -> None:
-        """Drops a tensor's pages from this process's memory, once it has been read; views stay valid."""
-        part, entry = self._find(name)
-        part.release(entry.offset, entry.offset + entry.info.nbytes)
+        """Does nothing: nothing of a tensor is kept."""
 
     def close(self) -> None:
         for part in self._parts:
@@ -193,13 +199,6 @@ def _convert(values: np.ndarray, out: np.ndarray, what: str) -> None:
             np.copyto(out, values, casting="unsafe")
     except FloatingPointError:
         raise CheckpointError(f"{what} has numbers too big for {out.dtype}; read it as bfloat16 or float32") from None
-
-
-def _mapped(part: _Part) -> np.ndarray:
-    if part.bytes is None:
-        raise CheckpointError(f"{part.path}: the file has been closed; open it again to read more")
-    part.check_size()
-    return part.bytes
 
 
 def _locate(entry: TensorEntry, rows: slice | None) -> tuple[tuple[int, ...], int, int]:

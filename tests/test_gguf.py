@@ -1,7 +1,6 @@
 """GGUF files: what gguf-py writes is read, what is wrong is refused with the reason, and memory stays
 bounded."""
 
-import mmap
 import pathlib
 import sys
 import time
@@ -229,13 +228,13 @@ def test_numbers_beyond_float16_are_refused(tmp_path: pathlib.Path) -> None:
         assert out.tolist() == [1.0, 999424.0]
 
 
-def test_packed_rows_are_views_that_outlive_the_file(model: tuple[pathlib.Path, dict]) -> None:
+def test_packed_rows_outlive_the_file(model: tuple[pathlib.Path, dict]) -> None:
     path, tensors = model
     file = GGUFFile(path)
     rows = file.read_blocks("experts")
     assert rows.shape == (3, 4, 288)
-    assert not rows.flags.writeable
-    assert not rows.flags.owndata
+    np.testing.assert_array_equal(file.read_blocks("experts", slice(1, 3)), rows[1:])
+    assert file.read_blocks("experts", slice(2, 2)).shape == (0, 4, 288)
     file.close()
     file.close()
     assert rows.tobytes() == tensors["experts"].data
@@ -279,16 +278,6 @@ def mapped_resident_bytes() -> int | None:
         return None
     lines = [line.split() for line in status.read_text().splitlines() if line.startswith("RssFile:")]
     return int(lines[0][1]) * 1024 if lines else None
-
-
-def test_pages_are_released_only_whole(model: tuple[pathlib.Path, dict]) -> None:
-    """A tensor smaller than a page, and one that spans several, can be read again after a read."""
-    path, tensors = model
-    assert path.stat().st_size > 2 * mmap.PAGESIZE
-    with GGUFFile(path) as file:
-        for _ in range(2):
-            for name, tensor in tensors.items():
-                np.testing.assert_array_equal(file.read(name), expected_values(tensor))
 
 
 def test_big_endian_files_of_gguf_py(tmp_path: pathlib.Path, rng: np.random.Generator) -> None:

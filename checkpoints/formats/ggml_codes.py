@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from checkpoints.formats import ggml
-from checkpoints.formats.codes import Codes, QuantizedTensor
+from checkpoints.formats.codes import Codes
 
 CODE_BITS: dict[str, Literal[4, 8]] = {
     "Q4_0": 4,
@@ -35,17 +35,6 @@ _BOOKS = frozenset(("IQ4_NL", "IQ4_XS"))
 _BOOK = ggml.IQ4_VALUES.astype(np.float32)
 _CODE_OF = np.zeros(256, np.uint8)
 _CODE_OF[ggml.IQ4_VALUES.view(np.uint8)] = np.arange(16, dtype=np.uint8)
-
-
-def quantized(blocks: np.ndarray, name: str) -> QuantizedTensor:
-    """A matrix of packed rows, uint8 [out, bytes], of a type in `CODE_BITS`."""
-    type_ = ggml.ggml_type(name)
-    in_features = blocks.shape[1] // type_.block_bytes * type_.block_elements
-
-    def rows(start: int, stop: int) -> Codes:
-        return unpack(blocks[start:stop], name)
-
-    return QuantizedTensor((blocks.shape[0], in_features), rows)
 
 
 def unpack(blocks: np.ndarray, name: str) -> Codes:
