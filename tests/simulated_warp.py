@@ -28,7 +28,7 @@ class Cluster:
         self.block_barriers = [threading.Barrier(warps, timeout=60) for _ in range(blocks)]
         self.cluster_barrier = threading.Barrier(blocks * warps, timeout=60)
         self.sent = threading.Condition()
-        self.awaited = [0] * blocks  # bytes that are still to be sent to each block
+        self.awaited: dict[tuple[int, int], int] = {}  # bytes that are still to be sent, by (block, barrier)
 
 
 class SimulatedWarp:
@@ -228,7 +228,7 @@ class SimulatedWarp:
     def open_inbox(self, barrier: int, num_bytes: np.ndarray) -> None:
         assert barrier % 8 == 0 and barrier + 8 <= self.cluster.smem[self.block].nbytes, "no place for a barrier"
         if self.warp[0] == 0:
-            self.cluster.awaited[self.block] = uniform(num_bytes)
+            self.cluster.awaited[self.block, barrier] = uniform(num_bytes)
 
     def send(
         self, address: np.ndarray, values: Sequence[np.ndarray], keep: np.ndarray, block: np.ndarray, barrier: int
@@ -237,14 +237,14 @@ class SimulatedWarp:
         with self.cluster.sent:
             self._store_to(block, address, values, keep)
             for lane in np.flatnonzero(keep):
-                self.cluster.awaited[block[lane]] -= 4 * len(values)
+                self.cluster.awaited[int(block[lane]), barrier] -= 4 * len(values)
             self.cluster.sent.notify_all()
 
     def wait_inbox(self, barrier: int) -> None:
-        del barrier
+        awaited, inbox = self.cluster.awaited, (self.block, barrier)
         with self.cluster.sent:
-            assert self.cluster.sent.wait_for(lambda: self.cluster.awaited[self.block] <= 0, timeout=60)
-            assert self.cluster.awaited[self.block] == 0, "more was sent than expected"
+            assert self.cluster.sent.wait_for(lambda: awaited[inbox] <= 0, timeout=60)
+            assert awaited[inbox] == 0, "more was sent than expected"
 
     def loop(
         self, count: np.ndarray, carry: Sequence[Any], body: Callable[[np.ndarray, Sequence[Any]], Sequence[Any]]

@@ -111,7 +111,7 @@ class NewTokens:
         return self.w.warp + first > limit - 1
 
     def _read(self, first: int) -> Head:
-        w, args, place = self.w, self.args, self.place
+        w, place = self.w, self.place
         attention, number = self.plan.attention, self.w.warp + first
         yes, no = self._constant(True), self._constant(False)
 
@@ -135,12 +135,16 @@ class NewTokens:
         head = Head(number, exists, is_query, is_value, [])
         for at, piece in enumerate(self.lane_pieces):
             valid = inside & (piece < self.pieces)
-            quad = Quad(piece, list(w.load_words(args.qkv, start + piece * 4, 2, valid)))
+            quad = Quad(piece, self._words(start + piece * 4, valid))
             if self.plan.rotary_dim:
                 quad.turns = w.select(is_value, no, piece * 4 < self.plan.rotary_dim)
                 quad.cos, quad.sin = self.angles[at] if self.angles else self._angles(piece, token, inside)
             head.quads.append(quad)
         return head
+
+    def _words(self, offset: Any, valid: Any) -> list[Any]:
+        """Four elements of the projections."""
+        return list(self.w.load_words(self.args.qkv, offset, 2, valid))
 
     def _angles(self, piece: Any, token: Any, inside: Any) -> tuple[Any, Any]:
         """Cosines and sines of a token's pairs that a piece is in; zero outside the rotary dimensions."""
@@ -150,14 +154,18 @@ class NewTokens:
         d = piece * 4
         angle, count = (d // 2, 2) if self.plan.interleaved else (w.select(d > half - 1, d - half, d), 4)
         turns = inside & (d < 2 * half)
-        return tuple(w.load_floats(x, token * half + angle, count, turns) for x in (args.cos, args.sin))
+        return tuple(self._table(x, token * half + angle, count, turns) for x in (args.cos, args.sin))
 
     def _weights(self, piece: Any) -> tuple[Any, Any]:
         """Of the norms of queries and of keys."""
         if self.plan.norm_eps is None:
             return (), ()
         valid = piece < self.pieces
-        return tuple(self.w.load_floats(x, piece * 4, 4, valid) for x in (self.args.q_norm, self.args.k_norm))
+        return tuple(self._table(x, piece * 4, 4, valid) for x in (self.args.q_norm, self.args.k_norm))
+
+    def _table(self, table: Any, offset: Any, count: int, valid: Any) -> Any:
+        """Numbers of a norm's weights or of the angles."""
+        return self.w.load_floats(table, offset, count, valid)
 
     def stage(self) -> None:
         """Normalises and rotates, rounding to bfloat16 after each, and writes the results to shared memory.

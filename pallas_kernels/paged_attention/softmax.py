@@ -168,8 +168,8 @@ class Softmax:
         growth = w.exp2(score * (2.0 * LOG2_E * plan.scale / plan.softcap))
         return (1.0 - w.reciprocal(growth + 1.0) * 2.0) * (plan.softcap * LOG2_E)
 
-    def store_partial(self, state: Any) -> None:
-        """Writes this warp's partial result to its place in shared memory."""
+    def store_partial(self, state: Any, rows: int | None = None) -> None:
+        """Writes this warp's partial result to its place in shared memory: that of the first `rows` rows, or of all."""
         w, plan = self.w, self.plan
         maxima, sums, outs = state
         part = w.warp * plan.part_bytes + plan.parts_start
@@ -186,9 +186,10 @@ class Softmax:
                     query = self.quad * 2 + (column + 8 * half)
                     d = self.group * elements + start
                     address = part + (8 * plan.block_rows) + query * plan.row_stride + d * 4
+                    inside = None if rows is None else query < rows
                     run = []
                     for tile in outs[half][m_tile : m_tile + elements // 2]:
                         run += [tile[column], tile[column + 2]]
                     for at in range(0, len(run), 4):
-                        w.shared_store(address + 4 * at, run[at : at + 4])
+                        w.shared_store(address + 4 * at, run[at : at + 4], inside)
                 m_tile += elements // 2

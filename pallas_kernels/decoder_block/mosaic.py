@@ -1,0 +1,194 @@
+"""The attention half of a decoder layer on Hopper in one kernel, for one sequence's few new tokens of a small model.
+
+As kernels of their own, the qkv product, the attention and the o product of a 0.6B model are latency: each brings in
+what the one before it wrote, and 0.6 to 0.9 us lie between them. Here a cluster of eight blocks has one KV head from
+the residual stream to its share of the o product:
+
+    x + slices, RMS norm          every block, all inputs: a warp the 128 (or 256, ...) that it multiplies
+    q, k, v of the KV head        a block an eighth of the outputs; sent to all blocks of the cluster
+    norm, RoPE, append, attend    as `decode_mosaic.py` does it: a block every eighth tile of keys
+    merge                         every block gets all blocks' sums, and so all of the cluster's heads
+    o product                     a block an eighth of the outputs, over the cluster's heads: a slice of the result
+
+All weights and keys are asked for at the start. Blocks send through `st.async`, whose bytes the receiver's barrier
+counts; all sums are in a fixed order. What reads the residual stream next adds the slices, one of each KV head.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decoder_block.attend import Output, SentTokens, Tables, merge_sums, send_sums
+from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
+from pallas_kernels.decoder_block.project import Strips, SummedRows, project, send_heads, strips_of
+from pallas_kernels.early_launch import take_turn
+from pallas_kernels.int4_matmul import strip
+from pallas_kernels.int4_matmul.operands import Halves
+from pallas_kernels.int4_matmul.packing_int8 import Packed
+from pallas_kernels.int4_matmul.stream import Weights, arrays_of
+from pallas_kernels.int4_matmul.wide_warp import WideWarp
+from pallas_kernels.paged_attention.merge import Outputs, Place
+from pallas_kernels.paged_attention.new_rows import NewRows
+from pallas_kernels.paged_attention.new_token import Arguments as AttentionArguments
+from pallas_kernels.paged_attention.softmax import Softmax
+from pallas_kernels.paged_attention.tiles import Pools, Tiles
+from pallas_kernels.paged_attention.warp import Warp
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The kernel's arrays in global memory. `y`: x plus the slices."""
+
+    x: Any
+    partial: Any
+    norm: Any
+    y: Any
+    attention: AttentionArguments
+    qkv: strip.Arguments
+    o: strip.Arguments
+
+
+def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split: Any) -> None:
+    """What one warp does: `w` is a `Warp` and `m` a `WideWarp` (or their NumPy twins), each with its shared memory."""
+    attention = plan.decode.attention
+    w.open_inbox(plan.new_barrier, w.const(plan.new_bytes, "i32"))
+    w.open_inbox(plan.sums_barrier, w.const(BLOCKS * (plan.sums_bytes + 8 * attention.rows), "i32"))
+    w.cluster_arrive()
+    true, zero = w.const(1, "i32") > 0, w.const(0, "i32")
+    place = Place(zero, kv_head, zero)
+    a = args.attention
+    position = w.load_i32(a.positions, zero, true)
+    length = w.maximum(position, zero)
+    tiles = Tiles(w, attention, a.pools, a.page_table, zero, kv_head, length, length, split)
+    pages = [tiles.page(w.const(j, "i32")) for j in range(attention.depth)]
+    x, tables = SummedRows(w, m, plan, args.x, args.partial, args.norm), Tables(m, plan, a)
+    tables.fetch()
+    m.copy_commit()
+    weights = Strips(m, plan.qkv, args.qkv.weights, m.warp * plan.qkv.warp_tiles, strips_of(m, plan, kv_head, split))
+    weights.fill()
+    # Behind the weights, though it is needed before: ptxas adds up as soon as it may, and what follows has to wait.
+    x.read()
+    m.warp_barrier()  # without it, ptxas would move loads behind what waits for others
+    output, rows = Output(w, m, plan, args.o, kv_head, split), NewRows(w, plan.decode, a, place)
+    rows.read_pages(length, (position > -1) & (split < 1))
+    buffers = [tiles.read(j, pages[j]) for j in range(attention.depth)]
+    output.fill()
+    m.warp_barrier()
+
+    m.copy_wait(plan.qkv.schedule.strips + plan.o.schedule.strips)
+    m.warp_barrier()
+    x.add(args.y, (split < 1) & (kv_head < 1))
+    operand = Halves(m, plan.qkv, x)
+    operand.prepare()
+    m.copy_wait(plan.o.schedule.strips)
+    m.warp_barrier()
+    project(m, plan, args.qkv, weights, operand)
+    w.block_barrier()
+    w.cluster_wait()
+    send_heads(w, m, plan, split)
+    w.wait_inbox(plan.new_barrier)
+    SentTokens(w, m, plan, tables.places, place).stage()
+    w.block_barrier()
+
+    softmax = Softmax(w, attention, length, place.first_row, last_stored=length - 1)
+    # The warp with the fewest tiles of the first block takes the new tokens in.
+    owns = (position > -1) & (split < 1) & (w.warp > attention.warps - 2)
+    state, structure = jax.tree.flatten(softmax.initial())
+    if attention.tokens == 1:
+        state = w.when(owns, state, lambda: jax.tree.flatten(rows.alone(softmax))[0])
+    state = softmax.over(tiles, buffers, jax.tree.unflatten(structure, state))
+    if attention.tokens > 1:
+        flat = jax.tree.leaves(state)
+        new = functools.partial(softmax.update, state, first_key=length, last_keys=softmax.positions)
+        state = jax.tree.unflatten(structure, w.when(owns, flat, lambda: jax.tree.leaves(new(rows.tile()))))
+    softmax.store_partial(state, attention.rows)
+    w.block_barrier()
+    send_sums(w, plan, split)
+    rows.write()
+    m.copy_wait(0)
+    m.warp_barrier()
+    output.read()
+    w.wait_inbox(plan.sums_barrier)
+    merge_sums(w, plan)
+    w.block_barrier()
+    output.multiply()
+
+
+# Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
+@functools.partial(jax.jit, static_argnames=("plan", "program"))
+def attention_block(
+    x: jax.Array,
+    partial: jax.Array | None,
+    norm: jax.Array,
+    qkv: Packed,
+    o: Packed,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    rope: tuple[jax.Array, jax.Array] | None,
+    norms: tuple[jax.Array, jax.Array] | None,
+    *,
+    plan: BlockPlan,
+    program: Callable[..., None] = attend,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Slices [kv_heads, tokens, hidden] float32 of o's result, y [tokens, hidden], and the pools.
+
+    x [tokens, hidden] bf16, partial [slices, tokens, hidden] float32, norm [hidden] float32; the rest as
+    `decode_mosaic.decode_attention` takes it, of one sequence. `program`: what each warp does.
+    """
+    attention, hidden = plan.decode.attention, o.shape[0]
+    pools = [jax.new_ref(pool) for pool in (k_pages, v_pages)]
+    of_qkv, of_o = arrays_of(qkv), arrays_of(o)
+    operands = [x, norm, page_table, positions, *pools, *of_qkv, *of_o]
+    operands += [*(rope or ()), *(norms or ()), *(() if partial is None else (partial,))]
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    def kernel(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
+        def emit(ctx: Any, *values: Any) -> None:
+            del ctx
+            given = iter(values[: len(operands)])
+            out, y, shared, product_shared, kv_head, split = values[len(operands) :]
+            x_ref, norm_ref, table, places, k_ref, v_ref = (next(given) for _ in range(6))
+            weights = [Weights.of(weight, [next(given) for _ in of]) for weight, of in ((qkv, of_qkv), (o, of_o))]
+            cos, sin = (next(given), next(given)) if rope else (None, None)
+            q_norm, k_norm = (next(given), next(given)) if norms else (None, None)
+            tables, nothing = (cos, sin, q_norm, k_norm), Outputs(None, None, None)
+            attended = AttentionArguments(None, Pools(k_ref, v_ref), table, places, *tables, nothing)
+            products = [
+                strip.arguments_of(weight, weights=of, x=None, out=out, out_dtype="float32")
+                for weight, of in zip((qkv, o), weights, strict=True)
+            ]
+            args = Arguments(x_ref, next(given, None), norm_ref, y, attended, *products)
+            w, m = Warp(shared), WideWarp(product_shared)
+            program(w, m, plan, args, w.scalar(kv_head), w.scalar(split))
+
+        take_turn()
+        emit(*refs, jax.lax.axis_index("kv_head"), jax.lax.axis_index("split"))
+
+    slices, y = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((attention.kv_heads, attention.tokens, hidden), jnp.float32),
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+        ],
+        grid=(attention.kv_heads,),
+        grid_names=("kv_head",),
+        cluster=(BLOCKS,),
+        cluster_names=("split",),
+        num_threads=WARPS // 4,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((plan.attention_bytes // 4,), jnp.float32),
+            plgpu.SMEM((plan.product_bytes // 4,), jnp.float32),
+        ],
+        kernel_name="attention_block",
+    )(*operands)
+    k_pages, v_pages = (jax.freeze(pool) for pool in pools)
+    return slices, y, k_pages, v_pages

@@ -1,0 +1,227 @@
+"""The attention block of few tokens: the kernel's warp program against the separate ops, and GPU runs."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from simulated_int4_warp import flat_weights
+from simulated_warp import Cluster, SimulatedWarp, run_cluster
+from simulated_wide_warp import Barriers, SimulatedWideWarp
+
+from pallas_kernels.decoder_block import attention_block, attention_block_refusal, mosaic
+from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
+from pallas_kernels.int4_matmul import PackedInt4, from_codes, int4_matmul, int4_matmul_fused, strip, to_mosaic
+from pallas_kernels.paged_attention import decode_attention
+from pallas_kernels.paged_attention.merge import Outputs
+from pallas_kernels.paged_attention.new_token import Arguments as AttentionArguments
+from pallas_kernels.paged_attention.new_token import DecodePlan
+from pallas_kernels.paged_attention.plan import Plan
+from pallas_kernels.paged_attention.tiles import Pools
+
+BF16, EPS, PAGE = ml_dtypes.bfloat16, 1e-6, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`length` counts the tokens before the new ones; -1 is an idle row."""
+
+    length: int
+    tokens: int = 1
+    hidden: int = 1024
+    q_heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 64
+    pages: int = 24
+    slices: int = 3
+    norm: bool = True
+    group_size: int = 128
+    kind: str = "zero_point"
+
+    @property
+    def plan(self) -> DecodePlan:
+        attention = Plan(
+            1,
+            self.tokens,
+            self.q_heads,
+            self.kv_heads,
+            self.head_dim,
+            PAGE,
+            self.pages,
+            self.head_dim**-0.5,
+            splits=BLOCKS,
+            warps=WARPS,
+            depth=1,
+        )
+        return DecodePlan(attention, self.head_dim, False, EPS if self.norm else None)
+
+
+CASES = [
+    Case(37, slices=0),
+    Case(300, tokens=2),
+    Case(31, tokens=2, norm=False, group_size=32, kind="symmetric", slices=1),
+    Case(-1),
+]
+ON_GPU = [
+    *CASES,
+    Case(0),
+    Case(400, q_heads=16, kv_heads=8, head_dim=128, pages=64, slices=8),
+    Case(1000, tokens=2, q_heads=16, kv_heads=8, head_dim=128, pages=64, slices=8),
+    Case(2000, q_heads=16, kv_heads=8, head_dim=128, pages=128, slices=8),
+    Case(200, hidden=2048, q_heads=32, kv_heads=8, head_dim=64, norm=False, slices=8),
+    Case(15, tokens=4, slices=2),
+]
+
+
+@functools.cache
+def make(case: Case) -> dict[str, Any]:
+    """The op's arrays. What nobody may read is NaN: pages that are not the row's, places from the new ones on."""
+    rng = np.random.default_rng(case.length + case.tokens)
+    q, kv = case.q_heads * case.head_dim, case.kv_heads * case.head_dim
+
+    def weight(out: int, inputs: int) -> PackedInt4:
+        codes = rng.integers(0, 16, (out, inputs), dtype=np.uint8)
+        groups = (out, inputs // case.group_size)
+        scales = rng.uniform(0.5, 1.5, groups) / (4 * np.sqrt(inputs))
+        zeros = rng.integers(6, 10, groups, dtype=np.uint8) if case.kind == "zero_point" else None
+        return from_codes(codes, scales.astype(np.float32).astype(BF16), zeros, group_size=case.group_size)
+
+    def normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32).astype(dtype)
+
+    pools = normal(2, case.pages + 8, case.kv_heads, PAGE, case.head_dim, dtype=BF16)
+    table = rng.permutation(case.pages + 7)[: case.pages].astype(np.int32) + 1
+    stored = np.full(pools.shape[1:4:2], False)
+    for place in range(max(case.length, 0)):
+        stored[table[place // PAGE], place % PAGE] = True
+    pools[:, ~stored.any(1)] = np.nan
+    pools.transpose(0, 1, 3, 2, 4)[:, ~stored] = np.nan
+    angles = rng.uniform(0, 6, (1, case.tokens, case.head_dim // 2)).astype(np.float32)
+    norms = rng.uniform(0.5, 1.5, (2, case.head_dim)).astype(np.float32)
+    return {
+        "x": normal(1, case.tokens, case.hidden, dtype=BF16),
+        "partial": normal(case.slices, 1, case.tokens, case.hidden) if case.slices else None,
+        "qkv": weight(q + 2 * kv, case.hidden),
+        "o": weight(case.hidden, q),
+        "k_pages": pools[0],
+        "v_pages": pools[1],
+        "page_table": table[None],
+        "positions": np.array([case.length], np.int32),
+        "cos": np.cos(angles),
+        "sin": np.sin(angles),
+        "norm": rng.uniform(0.5, 1.5, case.hidden).astype(np.float32),
+        "q_norm": norms[0] if case.norm else None,
+        "k_norm": norms[1] if case.norm else None,
+    }
+
+
+@functools.cache
+def expected(case: Case) -> list[np.ndarray]:
+    """Of the separate ops' references: o's result, y, the pools."""
+    a = jax.tree.map(jnp.asarray, make(case))
+    y = a["x"]
+    if a["partial"] is not None:
+        y = (y.astype(jnp.float32) + a["partial"].sum(0)).astype(jnp.bfloat16)
+    qkv = int4_matmul_fused(y, a["qkv"], norm=a["norm"], norm_eps=EPS, backend="reference")
+    heads, *pools = decode_attention(
+        qkv,
+        *(a[name] for name in ("k_pages", "v_pages", "page_table", "positions", "cos", "sin")),
+        num_q_heads=case.q_heads,
+        scale=case.head_dim**-0.5,
+        q_norm=a["q_norm"],
+        k_norm=a["k_norm"],
+        norm_eps=EPS,
+        backend="reference",
+    )
+    out = int4_matmul(heads, a["o"], out_dtype=jnp.float32, backend="reference")
+    return [np.asarray(array) for array in (out, y, *pools)]
+
+
+def check(case: Case, slices: np.ndarray, y: np.ndarray, pools: list[np.ndarray]) -> None:
+    out, want_y, *want_pools = expected(case)
+    np.testing.assert_array_equal(y.reshape(want_y.shape), want_y)
+    got = slices.sum(0, dtype=np.float64).reshape(out.shape)
+    if case.length < 0:
+        assert not got.any()
+    else:
+        assert np.linalg.norm(got - out) < 1e-2 * np.linalg.norm(out)
+    for pool, want, before in zip(pools, want_pools, (make(case)["k_pages"], make(case)["v_pages"]), strict=True):
+        written = (want.view(np.uint16) != before.view(np.uint16)).any((1, 3))
+        assert written.sum() == (case.tokens if case.length >= 0 else 0)
+        old = np.broadcast_to(~written[:, None, :, None], pool.shape)
+        np.testing.assert_array_equal(pool.view(np.uint16)[old], before.view(np.uint16)[old])
+        new = ~old
+        np.testing.assert_allclose(pool[new].astype(np.float32), want[new].astype(np.float32), rtol=2**-6, atol=2e-2)
+
+
+def simulate(case: Case) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """What the kernel returns, run on NumPy twins of its warps."""
+    a = make(case)
+    qkv, o = to_mosaic(a["qkv"]), to_mosaic(a["o"])
+    plan = BlockPlan.of(case.plan, qkv, o, case.slices, EPS)
+
+    def flat(array: np.ndarray | None, dtype: Any = np.uint8) -> Any:
+        return None if array is None else np.ascontiguousarray(array).reshape(-1).view(dtype)
+
+    pools = [flat(a[name].copy()) for name in ("k_pages", "v_pages")]
+    slices = np.full(case.kv_heads * case.tokens * case.hidden, np.nan, np.float32)
+    y = np.full(case.tokens * case.hidden, np.nan, BF16)
+    tables = {name: flat(a[name], np.float32) for name in ("cos", "sin", "q_norm", "k_norm")}
+    attention = AttentionArguments(
+        qkv=None,
+        pools=Pools(*pools),
+        page_table=flat(a["page_table"], np.int32),
+        positions=a["positions"],
+        outputs=Outputs(None, None, None),
+        **tables,
+    )
+    products = [
+        strip.arguments_of(weight, weights=flat_weights(weight), x=None, out=slices, out_dtype="float32")
+        for weight in (qkv, o)
+    ]
+    arguments = mosaic.Arguments(flat(a["x"]), flat(a["partial"], np.float32), a["norm"], y, attention, *products)
+
+    def program(kv_head: int, of_products: Cluster, w: SimulatedWarp, block: int) -> None:
+        m = SimulatedWideWarp(SimulatedWarp(of_products, block, w.warp[0]), Barriers())
+        mosaic.attend(w, m, plan, arguments, w.const(kv_head, "i32"), w.const(block, "i32"))
+
+    for kv_head in range(case.kv_heads):
+        of_products = Cluster(BLOCKS, WARPS, plan.product_bytes)
+        run_cluster(BLOCKS, WARPS, plan.attention_bytes, functools.partial(program, kv_head, of_products))
+    shape = a["k_pages"].shape
+    return slices.reshape(case.kv_heads, case.tokens, -1), y, [pool.view(BF16).reshape(shape) for pool in pools]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_warp_of_the_kernel_together(case: Case) -> None:
+    slices, y, pools = simulate(case)
+    check(case, slices, y, pools)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPU, ids=str)
+def test_kernel_on_the_gpu(case: Case) -> None:
+    arrays = make(case) | {name: to_mosaic(make(case)[name]) for name in ("qkv", "o")}
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    refused = attention_block_refusal(
+        arrays["x"],
+        case.slices,
+        arrays["qkv"],
+        arrays["o"],
+        arrays["k_pages"],
+        arrays["page_table"],
+        num_q_heads=case.q_heads,
+        rotary_dim=case.head_dim,
+    )
+    assert refused is None
+    options = {"norm_eps": EPS, "num_q_heads": case.q_heads, "scale": case.head_dim**-0.5}
+    block = jax.jit(lambda arrays: attention_block(**arrays, **options))
+    first = [np.asarray(array) for array in block(arrays)]
+    check(case, first[0], first[1], first[2:])
+    for _ in range(20):
+        for got, want in zip(block(arrays), first, strict=True):
+            np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
