@@ -53,9 +53,7 @@ ones the last); its end, and its start and end by the card's clock in nanosecond
 
 ONE = dataclasses.replace(WIDE, strips=4)
 ASYNCHRONOUS = dataclasses.replace(ONE, bulk=False)
-AT_ONCE = Schedule(16, 2, 2, 2, 128, once=True)
-AT_ONCE_QKV = Schedule(16, 2, 3, 3, 128, once=True)
-LONG = (12288, 4096)
+LONG, HEAD = (12288, 4096), (1024, 151936)
 JOINED = Schedule(16, 3, 2, 2, scaled=True, bulk=True, joined=True)
 """Pairs of blocks that add up their slices."""
 RESIDUAL = Fusion(residual=True)
@@ -90,8 +88,6 @@ CASES = [
     Case(1, *QKV, 6.3, ONE, fusion=NORM),
     Case(1, *OUT, 4.7, ASYNCHRONOUS, fusion=RESIDUAL),
     Case(8, *OUT, 6.0, dataclasses.replace(ASYNCHRONOUS, strips=2), fusion=RESIDUAL),
-    *(Case(m, *OUT, us, AT_ONCE, fusion=RESIDUAL) for m, us in ((1, 4.3), (5, 5.2), (8, 5.3), (16, 6.5))),
-    *(Case(m, *QKV, us, AT_ONCE_QKV, fusion=NORM) for m, us in ((1, 5.7), (5, 6.7), (8, 6.9))),
     Case(1, *LONG, 8.6, ONE),
     Case(5, *LONG, 10.1, WIDE),
     Case(1, *LONG, 9.0, dataclasses.replace(JOINED, depth=3), fusion=RESIDUAL),
@@ -105,6 +101,7 @@ CASES = [
         Case(m, *OUT, us, Schedule(16, 1, 2, 3, scaled=True, joined=True), fusion=RESIDUAL)
         for m, us in ((1, 4.9), (8, 5.7))
     ),
+    *(Case(m, *HEAD, 26.0, Schedule(4, 2, strips, 3, 528, scaled=True, bulk=True)) for m, strips in ((1, 4), (2, 2))),
     Case(1, *QKV, 6.5, ONE, group=64, fusion=NORM),
     Case(1, *OUT, 4.7, ASYNCHRONOUS, group=64, fusion=RESIDUAL),
     Case(1, *GATE_UP, 17.8, ONE, group=64, fusion=NORM_GATE),

@@ -220,12 +220,14 @@ def test_layers_give_the_same_with_and_without_a_fused_product(monkeypatch: pyte
     [(1, (4096, 1024), FUSIONS[0]), (16, (6144, 1024), FUSIONS[1]), (2, (1024, 3072), FUSIONS[3])],
 )
 def test_small_weights_take_blocks_that_fetch_all_at_once(rows: int, shape: tuple[int, int], fusion: Fusion) -> None:
-    """A 0.6B model's up to 16 rows; a large one's never."""
+    """A 0.6B model's up to 32 rows; a large one's never."""
     none = np.zeros(0, np.float32)
     weight = PackedInt4(none, none, none, None, shape, 128, "mosaic")
     assert tuning.plan_for(rows, weight, fusion=fusion).schedule.once
     assert not tuning.plan_for(rows, dataclasses.replace(weight, shape=(6144, 4096)), fusion=fusion).schedule.once
-    assert not tuning.plan_for(17, weight, fusion=fusion).schedule.once
+    many = tuning.plan_for(32, weight, fusion=fusion)
+    assert (many.schedule.once, many.blocks_per_slice * many.schedule.tiles <= 132) == (True, True)
+    assert not tuning.plan_for(33, weight, fusion=fusion).schedule.once
     two_by_two = dataclasses.replace(weight, shape=(3072, 2048))
     assert [tuning.plan_for(rows, two_by_two).schedule.once for rows in (8, 9)] == [True, False]
     wide = dataclasses.replace(weight, shape=(2048, 3072))  # twelve warps a block: two have no room
@@ -250,6 +252,9 @@ def test_small_weights_take_blocks_that_fetch_all_at_once(rows: int, shape: tupl
         (16, 2048, 1024, 32),
         (3, 1024, 2048, 64),
         (4, 1024, 1024, 1024),
+        (17, 1024, 3072, 128),
+        (32, 4096, 1024, 128),
+        (27, 6144, 1024, 64),
     ],
 )
 def test_fused_kernel_on_the_gpu(rows: int, out_features: int, in_features: int, group: int, fusion: Fusion) -> None:

@@ -202,8 +202,9 @@ def test_what_has_been_measured_in_float16_takes_it() -> None:
         assert schedule(rows, 4096, 4096).scaled
         assert not schedule(rows, 4096, 4096).bulk  # two strips a block
     assert schedule(1, 14336, 4096, 32).scaled
+    assert schedule(5, 14336, 4096, 64).bulk
     assert schedule(1, 14336, 4096, zeros=False).scaled
-    others = [schedule(9, 14336, 4096), schedule(1, 14336, 4096, 64), schedule(1, 14336, 4000)]
+    others = [schedule(9, 14336, 4096), schedule(1, 14336, 4096, 16), schedule(1, 14336, 4000)]
     assert not any(other.scaled for other in others)
 
 
@@ -298,7 +299,8 @@ def test_x_in_float16_on_the_gpu(rows: int, out_features: int, in_features: int)
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize(
-    ("group_size", "kind"), [(32, "zero_point"), (32, "minimum"), (32, "symmetric"), (128, "symmetric")]
+    ("group_size", "kind"),
+    [(32, "zero_point"), (32, "minimum"), (32, "symmetric"), (64, "zero_point"), (128, "symmetric")],
 )
 def test_other_groups_and_kinds_in_float16_on_the_gpu(rows: int, group_size: int, kind: str) -> None:
     """The bound is twice that of the test above: nobody has measured these against float64 yet."""

@@ -39,11 +39,13 @@ FUSED_MAX_ROWS = 8
 """Beyond, x is too much of what a block does: a norm in the kernel costs more there than the kernels it saves."""
 
 
-ONCE_MAX_ROWS, ONCE_WARPS, ONCE_CODES = 16, 12, 6144 * 1024
-"""Up to so many rows, and for matrices of so many warps and codes, a block has one strip of results, see once.py.
+ONCE_MAX_ROWS, ONCE_WARPS, ONCE_CODES = 32, 12, 6144 * 1024
+"""Up to so many rows, and for matrices of so many warps and codes, a block has a strip of results or two, see once.py.
 
-The codes are those of the gate and up of a 0.6B model, the largest that has been timed (at 1, 2 and 16 rows).
+The codes are those of the gate and up of a 0.6B model, the largest that has been timed (at 1, 2, 16 and 32 rows).
 """
+ONCE_TOKENS = 16
+"""For which a warp of 256 inputs has registers, and one of 128 where two blocks share a multiprocessor."""
 
 
 def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan:
@@ -56,32 +58,30 @@ def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion
     return _best(plan, _may_be_scaled(plan, weight), MULTIPROCESSORS.get(device_kind, 132))
 
 
-def once_for(
-    rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN, most_rows: int = ONCE_MAX_ROWS
-) -> Plan | None:
-    """The plan with a block for each strip of results, for matrices so small that all are on the card at once.
-
-    `most_rows`, up to 32, are what has been measured.
-    """
-    small = rows <= most_rows and weight.shape[0] * weight.shape[1] <= ONCE_CODES
+def once_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan | None:
+    """The plan with a block for each strip of results, for matrices so small that all are on the card at once."""
+    small = rows <= ONCE_MAX_ROWS and weight.shape[0] * weight.shape[1] <= ONCE_CODES
     if not small or weight.bits != 4 or weight.kind == "code_book":
         return None
     unit, parts = 2 if fusion.gated else 1, 1 if weight.shape[1] <= 8 * PART else 2
     warps, strips = weight.shape[1] // (parts * PART), -(-weight.shape[0] // (unit * STRIP))
-    # Of 256 inputs a warp has registers for 16 tokens, of 128 for 32.
-    tiles = -(-rows // 16) if parts > 1 else 1
+    many, multiprocessors = rows > ONCE_TOKENS, MULTIPROCESSORS.get(device_kind, 132)
+    # 32 tokens are two tiles, or a block has two strips of them for which it is alone on its multiprocessor.
+    tiles = 2 if many and parts > 1 else 1
+    each = 2 if many and parts == 1 and strips > multiprocessors and strips % 2 == 0 else 1
     # Two blocks of 256 threads have room where they take at most 128 registers each: not 256 inputs of so many tokens.
-    resident = 1 if warps > 8 or (parts > 1 and rows > DIGITS_MAX_ROWS) else 2
-    if not 4 <= warps <= ONCE_WARPS or warps % 4 or strips * tiles > resident * MULTIPROCESSORS.get(device_kind, 132):
+    resident = 1 if warps > 8 or many or (parts > 1 and rows > DIGITS_MAX_ROWS) else 2
+    blocks = strips // each
+    if not 4 <= warps <= ONCE_WARPS or warps % 4 or blocks * tiles > resident * multiprocessors:
         return None
-    schedule = Schedule(warps, parts, unit, unit, strips, once=True, tiles=tiles)
+    schedule = Schedule(warps, parts, unit * each, unit * each, blocks, once=True, tiles=tiles)
     plan = Plan.of(rows, weight, schedule, fusion)
     return plan if plan.whole else None
 
 
 def _may_be_scaled(plan: Plan, weight: Packed) -> bool:
     """Only what has run on a GPU: more groups would do. 16 rows were not faster."""
-    measured = plan.bits == 4 and weight.kind != "code_book" and plan.group_size in (32, PART)
+    measured = plan.bits == 4 and weight.kind != "code_book" and plan.group_size in (32, 64, PART)
     return measured and plan.rows <= max(SCALED_SHAPES)
 
 
