@@ -48,6 +48,7 @@ MODELS = {
     "qwen3-0.6b": ("gate_up_3072", "down_3072"),
 }
 TRIED = {
+    ("8b", 64): [WideSchedule(64, tiles=2, cluster=4, blocks=112, turns=turns) for turns in (0, 1)],
     ("qwen3-8b", 80): [
         WideSchedule(80, tiles=2),
         WideSchedule(80, warpgroups=3, cluster=2),

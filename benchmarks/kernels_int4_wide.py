@@ -49,28 +49,10 @@ CASES = [
 
 
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (
-        128,
-        "qkv",
-        [
-            {"warpgroups": 1, "slices": 1},
-            {"tokens": 64, "slices": 1, "turns": 1},
-        ],
-    ),
-    (
-        256,
-        "qkv",
-        [
-            {"tokens": 64, "warpgroups": 3, "cluster": 2, "blocks": 132, "turns": 1},
-            {"tokens": 128, "warpgroups": 3, "slices": 2, "cluster": 2, "blocks": 132, "turns": 1},
-        ],
-    ),
-    (256, "o", [{"turns": 1}, {"tokens": 64, "slices": 1, "turns": 1}]),
-    (1024, "o", [{"tokens": 128, "warpgroups": 2, "tiles": 1, "cluster": 2, "blocks": 132, "turns": 1}]),
-    (80, "qkv", [{"warpgroups": 1, "slices": 1, "cluster": 4, "blocks": 112}]),
-    (80, "o", [{"warpgroups": 1, "slices": 2}]),
-    (80, "gate_up_12288", [{}, {"turns": 1}]),
-    (80, "down_12288", [{"warpgroups": 1, "stages": 4, "blocks": 264}]),
+    (1024, "o", [{"tokens": 256, "warpgroups": 2, "tiles": 1, "cluster": 2, "blocks": 132}]),
+    (512, "o", [{}]),
+    (256, "o", [{}, {"warpgroups": 1, "slices": 1, "cluster": 4, "blocks": 128}]),
+    (80, "qkv", [{}, {"warpgroups": 2, "slices": 2, "cluster": 4, "blocks": 112}]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
