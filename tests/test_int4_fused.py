@@ -254,7 +254,7 @@ def test_small_weights_take_blocks_that_fetch_all_at_once(rows: int, shape: tupl
         (4, 1024, 1024, 1024),
         (17, 1024, 3072, 128),
         (32, 4096, 1024, 128),
-        (27, 6144, 1024, 64),
+        (27, 4096, 1024, 64),
     ],
 )
 def test_fused_kernel_on_the_gpu(rows: int, out_features: int, in_features: int, group: int, fusion: Fusion) -> None:
