@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels_mlp_block              # a 0.6B draft's at 1 and at 2 rows, every way
     python -m benchmarks.kernels_mlp_block --rows 1
+    python -m benchmarks.kernels_mlp_block --stamps     # and where the kernel's time goes, by clocks that it writes
 
 Blocks of 16 layers with weights of their own (75 MB) one behind the other, in a loop on the device: by the host's clock
 microseconds a block, what lies between the kernels included, and each kernel's own time by CUPTI. Beforehand one block
@@ -20,13 +21,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from benchmarks.harness import RESULTS, Recorder
 from benchmarks.kernels_int4 import BF16, Case, random_weight, timed
 from pallas_kernels.int4_matmul import PackedInt4, dequantize, gated_once, mosaic, once_of_sum, tuning
+from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
+from pallas_kernels.int4_matmul.gated_plan import GatedPlan
 from pallas_kernels.int4_matmul.plan import Fusion
+from pallas_kernels.int4_matmul.warp import Value
 
 HIDDEN, INTERMEDIATE, LAYERS, STEPS, CALLS = 1024, 3072, 16, 24, 6
 EPS = 1e-6
@@ -37,8 +44,9 @@ type Stream = tuple[jax.Array, jax.Array | None]
 """x, and slices that are to be added to it."""
 
 
-def apart(stream: Stream, layer: Layer) -> Stream:
+def apart(stream: Stream, layer: Layer, following: Layer) -> Stream:
     """A kernel for each product; the second adds the residual."""
+    del following
     (x, _), (gate_up, down, norm) = stream, layer
     gated, residual = Fusion(norm_eps=EPS, gated=True), Fusion(residual=True)
     options: dict[str, Any] = {"out_dtype": BF16}
@@ -48,13 +56,16 @@ def apart(stream: Stream, layer: Layer) -> Stream:
     return mosaic.int4_matmul(hidden, down, residual=x, schedule=schedule, fusion=residual, **options), None
 
 
-def together(clusters: int, cluster: int, settled: bool = False) -> Callable[[Stream, Layer], Stream]:
-    """One kernel; `settled`: XLA adds its slices."""
+def together(
+    clusters: int, cluster: int, *, settled: bool = False, ahead: bool = False
+) -> Callable[[Stream, Layer, Layer], Stream]:
+    """One kernel; `settled`: XLA adds its slices; `ahead`: it brings the next one's weights into the L2 cache."""
 
-    def block(stream: Stream, layer: Layer) -> Stream:
+    def block(stream: Stream, layer: Layer, following: Layer) -> Stream:
         (x, partial), (gate_up, down, norm) = stream, layer
         options = {"clusters": clusters, "cluster": cluster, "norm_eps": EPS}
-        out, y = gated_once.gated_mlp(x, partial, gate_up, down, norm, **options)
+        arrays = jax.tree.leaves(following) if ahead else []
+        out, y = gated_once.gated_mlp(x, partial, gate_up, down, norm, arrays, **options)
         return (settle((y, out)), None) if settled else (y, out)
 
     return block
@@ -65,21 +76,24 @@ def settle(stream: Stream) -> jax.Array:
     return x if partial is None else (x.astype(jnp.float32) + partial.sum(0)).astype(BF16)
 
 
-WAYS: dict[str, Callable[[Stream, Layer], Stream]] = {
-    "a kernel a product": apart,
-    "16 clusters of 8": together(16, 8),
-    "8 clusters of 8": together(8, 8),
+APART = "a kernel a product"
+WAYS: dict[str, Callable[[Stream, Layer, Layer], Stream]] = {
+    APART: apart,
     "16 clusters of 4": together(16, 4),
-    "16 clusters of 8, added by XLA": together(16, 8, settled=True),
+    "16 clusters of 4, ahead": together(16, 4, ahead=True),
+    "24 clusters of 4, ahead": together(24, 4, ahead=True),
+    "12 clusters of 8, ahead": together(12, 8, ahead=True),
+    "16 clusters of 4, ahead, added by XLA": together(16, 4, settled=True, ahead=True),
 }
 PREDICTED = {
-    (1, "a kernel a product"): 7.4,
-    (1, "16 clusters of 8"): 5.0,
-    (1, "8 clusters of 8"): 5.4,
-    (1, "16 clusters of 4"): 5.6,
-    (1, "16 clusters of 8, added by XLA"): 6.9,
-    (2, "a kernel a product"): 7.8,
-    (2, "16 clusters of 8"): 5.3,
+    (1, APART): 8.0,
+    (1, "16 clusters of 4"): 6.1,
+    (1, "16 clusters of 4, ahead"): 5.4,
+    (1, "24 clusters of 4, ahead"): 5.3,
+    (1, "12 clusters of 8, ahead"): 5.6,
+    (1, "16 clusters of 4, ahead, added by XLA"): 6.5,
+    (2, APART): 8.2,
+    (2, "16 clusters of 4, ahead"): 5.8,
 }
 """Microseconds a block, with what lies between kernels."""
 
@@ -107,8 +121,8 @@ def error_of(way: str, rows: int, layer: Layer) -> float:
     """Of what one block adds, relative; the memory that it writes to held NaN before."""
     keys = jax.random.split(jax.random.key(7), 2)
     x = jax.random.normal(keys[0], (rows, HIDDEN), BF16)
-    slices = None if way == "a kernel a product" or "XLA" in way else jax.random.normal(keys[1], (8, rows, HIDDEN))
-    block = jax.jit(lambda stream, layer: settle(WAYS[way](stream, layer)).astype(jnp.float32))
+    slices = None if way == APART or "XLA" in way else jax.random.normal(keys[1], (8, rows, HIDDEN))
+    block = jax.jit(lambda stream, layer: settle(WAYS[way](stream, layer, layer)).astype(jnp.float32))
     jax.block_until_ready([jnp.full((1 << 16,), jnp.nan) for _ in range(32)])
     got = block((x, slices), layer) - settle((x, slices)).astype(jnp.float32)
     want = reference((x, slices), layer)
@@ -120,8 +134,8 @@ def program(way: str) -> Any:
 
     def step(carry: jax.Array, layers: list[Layer]) -> tuple[jax.Array, jax.Array]:
         stream: Stream = (carry, None)
-        for layer in layers:
-            stream = WAYS[way](stream, layer)
+        for layer, following in zip(layers, [*layers[1:], layers[0]], strict=True):
+            stream = WAYS[way](stream, layer, following)
         out = settle(stream)
         # Every step begins with the same x, and waits for the one before.
         return jnp.where(jnp.isnan(out), out, carry), out
@@ -146,7 +160,7 @@ def measure(recorder: Recorder, way: str, rows: int, function: Any, layers: list
     _, timings = profiler.measure(function, aggregate=False)(x, layers)
     by_name: dict[str, list[float]] = {}
     for i, (name, t) in enumerate(timings or []):
-        key = f"{name[:24]} {i % 2}" if way == "a kernel a product" else name[:24]
+        key = f"{name[:24]} {i % 2}" if way == APART else name[:24]
         by_name.setdefault(key, []).append(t * 1e3)
     shown = [f"{name} {len(t)} of {statistics.median(t):.2f}" for name, t in by_name.items() if len(t) >= STEPS]
     print("  us:", ", ".join(shown))
@@ -185,14 +199,106 @@ def measure_product(recorder: Recorder, slices: int, cluster: int, predicted: fl
     recorder.record(case, {"us": (statistics.median(times), "us")})
 
 
+STAMPS = 64
+"""Of a warp; a block's first and last warp have some."""
+
+
+class StampedWarp(ClusterWarp):
+    """Writes clocks in place of the block's results: before and after whatever waits."""
+
+    def begin(self, out: Any, block: Value) -> None:
+        last = self.integer(6) < self.warp
+        self._out, self._next = out, 0
+        self._lead = (self.lane < 1) & self.select(last, last, self.warp < 1)
+        self._base = block * (2 * STAMPS) + self.select(last, self.integer(STAMPS), self.integer(0))
+        self.put("globaltimer_lo")
+        self.put()
+
+    def put(self, clock: str = "clock") -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        bits = llvm.inline_asm(i32, [], f"mov.u32 $0, %{clock};", "=r,~{memory}", has_side_effects=True)
+        pointer = self._pointer(self._out, self._base + self._next, 4)
+        self._emit("@$2 st.global.b32 [$0], $1;", "l,r,b", pointer, bits, self._lead.ir)
+        self._next += 1
+
+    def cluster_wait(self) -> None:
+        self.put()
+        super().cluster_wait()
+        self.put()
+
+    def wait_sent(self, barrier: int) -> None:
+        self.put()
+        super().wait_sent(barrier)
+        self.put()
+
+    def copy_wait(self, pending: int) -> None:
+        super().copy_wait(pending)
+        self.put()
+
+    def block_barrier(self) -> None:
+        self.put()
+        super().block_barrier()
+        self.put()
+
+    def store_number(self, ref: Any, offset: Value, value: Value, dtype: str, predicate: Value) -> None:
+        super().store_number(ref, offset, value, dtype, predicate & (value < -1e30))
+
+
+NAMES = (
+    "all asked for; cluster there; sum sent; sum there; norm there; (x prepared) weights there; first product made; "
+    "all; (features sent) down's weights there; read; features there; (second product) end"
+)
+
+
+def stamped(w: ClusterWarp, plan: GatedPlan, gate_up: Any, down: Any, block: Value, *others: Any) -> None:
+    own = StampedWarp.__new__(StampedWarp)
+    own.__dict__.update(w.__dict__)
+    own.begin(down.out, block)
+    gated_once.feed_forward(own, plan, gate_up, down, block, *others)
+    own.put()
+
+
+def show_stamps(layers: list[Layer], clusters: int, cluster: int, ahead: bool) -> None:
+    """Medians over layers and blocks of clocks since a block's start, and when blocks start."""
+    keys = jax.random.split(jax.random.key(7), 2)
+    x, slices = jax.random.normal(keys[0], (1, HIDDEN), BF16), jax.random.normal(keys[1], (8, 1, HIDDEN))
+    options = {"clusters": clusters, "cluster": cluster, "norm_eps": EPS, "program": stamped}
+
+    @jax.jit
+    def run(layers: list[Layer]) -> list[jax.Array]:
+        outs, after = [], slices
+        for layer, following in zip(layers, [*layers[1:], layers[0]], strict=True):
+            arrays = jax.tree.leaves(following) if ahead else []
+            outs.append(gated_once.gated_mlp(x, after, *layer, arrays, **options)[0])
+            after, _ = lax.optimization_barrier((slices, outs[-1]))  # one after the other
+        return outs
+
+    run(layers)
+    blocks, clocks = clusters * cluster, np.stack([np.asarray(out).reshape(-1) for out in run(layers)])
+    clocks = clocks.view(np.uint32)[:, : blocks * 2 * STAMPS].reshape(len(layers), blocks, 2, STAMPS).astype(np.int64)
+    starts = clocks[:, :, 0, 0] - clocks[:, :, 0, 0].min(1, keepdims=True)
+    print(
+        f"{clusters} clusters of {cluster}: blocks start after", np.percentile(starts, [0, 50, 90, 100]), "ns;", NAMES
+    )
+    for which, label in enumerate(("first warp", "last warp")):
+        since = (clocks[:, :, which] - clocks[:, :, which, 1:2]) & 0xFFFFFFFF
+        for share in (50, 95):
+            shown = np.percentile(since, share, axis=(0, 1))[2:14]
+            print(f"  {label}, {share} %:", " ".join(f"{value:.0f}" for value in shown), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="*", help="by default those with a prediction")
+    parser.add_argument("--stamps", action="store_true")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
     arguments = parser.parse_args()
     recorder = Recorder("kernels", arguments.results)
     make = jax.jit(random_layer)
     layers = [make(seed) for seed in range(LAYERS)]
+    if arguments.stamps:
+        for clusters, cluster, ahead in ((16, 4, False), (16, 4, True), (12, 8, True)):
+            show_stamps(layers, clusters, cluster, ahead)
     jobs = list(PREDICTED)
     if arguments.rows is not None:
         jobs = [(rows, way) for rows in arguments.rows for way in WAYS]

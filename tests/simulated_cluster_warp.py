@@ -9,6 +9,7 @@ from simulated_warp import SimulatedWarp, run_cluster
 from simulated_wide_warp import Barriers, SimulatedWideWarp
 
 from pallas_kernels.int4_matmul import gated_once, once
+from pallas_kernels.int4_matmul.ahead import Ahead
 from pallas_kernels.int4_matmul.cluster_sum import Addend
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan
 from pallas_kernels.int4_matmul.once_of_sum import OfSumPlan
@@ -41,6 +42,15 @@ class SimulatedClusterWarp(SimulatedWideWarp):
         for lane in np.flatnonzero(keep):
             self.barriers.update(int(block[lane]), barrier, nbytes=-4 * len(words))
 
+    def prefetch(self, ref: np.ndarray, offset: np.ndarray, nbytes: np.ndarray, predicate: np.ndarray) -> None:
+        """Counts how often each of the array's bytes was asked for."""
+        for lane in np.flatnonzero(predicate):
+            start, size = int(offset[lane]), int(nbytes[lane])
+            assert start % 16 == size % 16 == 0 and size > 0, "unaligned prefetch"
+            assert start + size <= ref.nbytes, "prefetch from outside the array"
+            with self.barriers.changed:
+                ref[start : start + size] += 1
+
     def wait_sent(self, barrier: int) -> None:
         self.barriers.wait(self.block, barrier, 0)
         arrivals, left, nbytes, _ = self.barriers.state[self.block, barrier]
@@ -52,6 +62,7 @@ def simulate_gated_once(
     partial: np.ndarray | None,
     weights: tuple[PackedInt4, PackedInt4],
     norm: np.ndarray | None,
+    ahead: Sequence[np.ndarray] = (),
     *,
     clusters: int,
     cluster: int,
@@ -68,13 +79,14 @@ def simulate_gated_once(
         arguments_of(weights[0], weights=first, x=flat, norm=norm, out=None, out_dtype="float32"),
         arguments_of(weights[1], weights=second, x=None, out=out, out_dtype="float32"),
     )
+    asked = [Ahead(array, array.nbytes) for array in ahead]
     addend = None if partial is None else Addend(plan.sum, sums, total)
     run_clusters(
         clusters,
         cluster,
         plan.warps,
         plan.shared_bytes,
-        lambda w, block: gated_once.feed_forward(w, plan, *arguments, block, addend),
+        lambda w, block: gated_once.feed_forward(w, plan, *arguments, block, addend, asked),
     )
     return out.reshape(clusters, len(x), -1), x if partial is None else total.reshape(x.shape)
 

@@ -54,7 +54,9 @@ def test_block_on_simulated_warps(rows, slices, group, hidden, clusters, cluster
     x, partial, total = stream(rows, slices, 512)
     norm = np.random.default_rng(7).uniform(0.5, 1.5, 512).astype(np.float32) if normed else None
     options = {"clusters": clusters, "cluster": cluster, "norm_eps": EPS}
-    got, y = simulate_gated_once(x, partial if slices else None, weights, norm, **options)
+    ahead = [np.zeros(size, np.uint8) for size in (16, 4100, 65536)]  # counts how often a byte was asked for
+    got, y = simulate_gated_once(x, partial if slices else None, weights, norm, ahead, **options)
+    assert all((array == 1)[: len(array) // 16 * 16].all() for array in ahead)
     assert same_sum(y, total)
     want = expected(y, gate_values, down_values, norm)
     assert np.linalg.norm(got.sum(0, dtype=np.float64) - want) / np.linalg.norm(want) < 1e-3

@@ -6,6 +6,8 @@ needs no fence, and no block need outlive another, as each waits for all that it
 
 from collections.abc import Sequence
 
+from jaxlib.mlir import ir
+
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.paged_attention.warp import Value
 
@@ -56,3 +58,8 @@ class ClusterWarp(WideWarp):
             "@!done bra again; }"
         )
         self._emit(ptx, "r", self._shared(self.integer(barrier)))
+
+    def prefetch(self, ref: ir.Value, offset: Value, nbytes: Value, predicate: Value) -> None:
+        """Asks for bytes from byte `offset` of `ref` on, both multiples of 16, to be brought into the L2 cache."""
+        operands = [self._pointer(ref, offset, 1), nbytes.ir, predicate.ir]
+        self._emit("@$2 cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r,b", *operands)

@@ -2,19 +2,21 @@
 
 Such a model's products are 1 to 3 MB: what a kernel takes is latency, and what lies between two kernels is as long as a
 third of one. Here a cluster of blocks has some of the hidden features: its blocks ask for all their weights of both
-products at once, compute strips of gate or of up with all inputs (as once.py does), send them to each other, and
-multiply all of the cluster's hidden features with their strips of the second weight. Each cluster leaves a slice of the
+products at once, compute strips of gate and of up with all inputs (as once.py does), send features to each other, and
+multiply all of the cluster's with their strips of the second weight. Each cluster leaves a slice of the
 result; slices that the attention before it left are added to x first, see cluster_sum.py.
 
 Sums are made in an order that is always the same: results are reproducible.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.int4_matmul.ahead import Ahead, fetch_ahead
 from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.cluster_sum import Addend
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan
@@ -28,19 +30,16 @@ from pallas_kernels.int4_matmul.strip import Arguments, arguments_of, over_warps
 
 
 class GateStream(Stream):
-    """A block's strips of gate and up: a cluster's are those of its features' gates, then of as many others."""
+    """A block's strips: gates of some features, then as many others of the same features."""
 
     def __init__(self, w: Any, plan: GatedPlan, weights: Weights, block: Any):
-        cluster, rank = block // plan.cluster, block % plan.cluster
-        self._first, self._half = rank * plan.strips, plan.features // STRIP
-        self._skipped = plan.gate_up.strips // 2 - self._half
-        own = plan.gate_up
+        own, self._half = plan.gate_up, plan.strips // 2
         first_tile, ring = w.warp * own.warp_tiles, w.warp * own.ring_bytes
-        self._begin(w, own, weights, first_tile, cluster * self._half, w.integer(plan.strips), ring)
+        self._begin(w, own, weights, first_tile, block * self._half, w.integer(plan.strips), ring)
 
     def strip(self, index: Any) -> Any:
-        w, strip = self.w, self._first + index
-        return strip + w.select(strip < self._half, w.integer(0), w.integer(self._skipped))
+        w, others = self.w, self.plan.strips // 2 - self._half
+        return index + w.select(index < self._half, w.integer(0), w.integer(others))
 
 
 class DownStream(Stream):
@@ -49,7 +48,7 @@ class DownStream(Stream):
     def __init__(self, w: Any, plan: GatedPlan, weights: Weights, block: Any):
         cluster, rank = block // plan.cluster, block % plan.cluster
         own, each = plan.down, plan.down.schedule.strips
-        self.mine = w.warp * each < plan.down_strips
+        self.depth, self.mine = each, w.warp * each < plan.down_strips
         first = rank * plan.down_strips + w.select(self.mine, w.warp, w.integer(0)) * each
         count = w.select(self.mine, w.integer(each), w.integer(0))
         ring = w.warp * own.ring_bytes + plan.down_start
@@ -67,83 +66,80 @@ class Hidden:
 
 
 def feed_forward(
-    w: Any, plan: GatedPlan, gate_up: Arguments, down: Arguments, block: Any, addend: Addend | None = None
+    w: Any,
+    plan: GatedPlan,
+    gate_up: Arguments,
+    down: Arguments,
+    block: Any,
+    addend: Addend | None = None,
+    ahead: Sequence[Ahead] = (),
 ) -> None:
     """One warp's work: the instructions are emitted through `w`, a ClusterWarp (or its NumPy twin in the tests).
 
-    `block` counts all blocks; those of a cluster have neighbouring numbers.
+    `block` counts all blocks; those of a cluster have neighbouring numbers. `ahead` is what later kernels read first.
     """
-    first, gates_barrier = plan.gate_up, plan.barriers[1]
+    first = plan.gate_up
     stream, later = GateStream(w, plan, gate_up.weights, block), DownStream(w, plan, down.weights, block)
-    w.expect_sent(gates_barrier, plan.gates_bytes)
+    w.expect_sent(plan.barriers[1], 2 * plan.rows * plan.features)
     asked = ask(w, first, gate_up, stream, block, addend)
     if addend is None:
         w.cluster_arrive()
     w.warp_barrier()  # without it, ptxas would move these loads behind the wait for the weights
-    stream.fill()
     if first.norm_bytes:
         fetch_norm(w, first, gate_up, stream)
+    stream.fill()
     later.fill()
     if addend is None:
         w.cluster_wait()
     tokens = given(w, first, gate_up, stream, asked)
-    x, hidden = Halves(w, first, tokens), Halves(w, plan.down, Hidden(w, plan))
-    w.copy_wait(plan.down.schedule.depth)
-    w.warp_barrier()
     if first.norm_bytes:
+        w.copy_wait(plan.strips + later.depth)
+        w.warp_barrier()
         tokens.read_norm(norm_of_warp(w, first))
-    read = read_all(w, first, gate_up, x, stream)
-    w.warp_barrier()  # nor shall it read them behind what waits for x
+    x, hidden = Halves(w, first, tokens), Halves(w, plan.down, Hidden(w, plan))
     x.prepare()
+    w.copy_wait(later.depth)
+    w.warp_barrier()
+    fetch_ahead(w, ahead, block * plan.warps + w.warp, plan.blocks * plan.warps)
     # All sums before the first is stored: products of different strips need not wait for each other.
+    read = read_all(w, first, gate_up, x, stream)
     totals = [totals_of(w, first, x, pieces, factors.__getitem__) for pieces, factors in read]
     for strip, sums in enumerate(totals):
         put(w, first, x, sums, w.integer(strip * first.strip_bytes))
     w.block_barrier()
-    _send_gates(w, plan, block % plan.cluster)
+    _send_hidden(w, plan, block % plan.cluster)
     w.copy_wait(0)
     w.warp_barrier()
     read = read_all(w, plan.down, down, hidden, later)
-    w.warp_barrier()
-    w.wait_sent(gates_barrier)
-    _activate(w, plan)
-    w.block_barrier()
+    w.warp_barrier()  # nor shall it read them behind what waits for the features
+    w.wait_sent(plan.barriers[1])
     hidden.prepare()
     for strip, (pieces, factors) in enumerate(read):
         sums = totals_of(w, plan.down, hidden, pieces, factors.__getitem__)
         _write(w, plan, down, hidden.finished(sums)[0], block // plan.cluster, later.first_strip + strip, later.mine)
 
 
-def _send_gates(w: Any, plan: GatedPlan, rank: Any) -> None:
-    """Adds the warps' sums of the block's strips and sends them to every block: a thread four of a token to one."""
-    first, pieces = plan.gate_up, STRIP // 4
-    tasks = plan.rows * plan.strips * pieces * plan.cluster
+def _send_hidden(w: Any, plan: GatedPlan, rank: Any) -> None:
+    """silu(gate) * other of the block's features, to every block of the cluster: a thread four of a token to one."""
+    first, pieces, half = plan.gate_up, STRIP // 4, plan.strips // 2
+    tasks = plan.rows * half * pieces * plan.cluster
     for start in range(0, tasks, plan.threads):
-        index, inside = _task(w, start, tasks, plan.threads)
+        index, inside = w.thread + start, None
+        if start + plan.threads > tasks:
+            inside = index < tasks
+            index = w.select(inside, index, w.integer(0))
         block, piece = index % plan.cluster, index // plan.cluster % pieces
-        strip, token = index // (plan.cluster * pieces) % plan.strips, index // (plan.cluster * pieces * plan.strips)
+        strip, token = index // (plan.cluster * pieces) % half, index // (plan.cluster * pieces * half)
         sums = strip * first.strip_bytes + token * first.token_bytes + piece * 16
-        totals = over_warps(first, lambda place, sums=sums: _four(w, sums, place), first.sums_start, first.sums_bytes)
-        if first.fusion.norm_eps is not None:
-            root = root_of(w, first, token)
-            totals = [number * root for number in totals]
-        place = token * (8 * plan.features) + (rank * plan.strips + strip) * (4 * STRIP) + piece * 16
-        w.send_words(place + plan.gates_start, totals, block, plan.barriers[1], inside)
-
-
-def _activate(w: Any, plan: GatedPlan) -> None:
-    """silu(gate) * other of the cluster's features, a thread two of them."""
-    tasks = plan.rows * plan.features // 2
-    for start in range(0, tasks, plan.threads):
-        index, inside = _task(w, start, tasks, plan.threads)
-        token, two = index // (plan.features // 2), index % (plan.features // 2)
-        gates = token * (8 * plan.features) + two * 8
-        gate, other = (
-            [w.as_number(word) for word in w.shared_words(gates, plan.gates_start + half * 4 * plan.features, 2)]
-            for half in (0, 1)
-        )
-        pair = w.pair(*(g * w.sigmoid(g) * u for g, u in zip(gate, other, strict=True)))
-        w.shared_store(token * plan.hidden.stride + two * 4, w.as_number(pair), inside, plan.hidden.start)
+        root = None if first.fusion.norm_eps is None else root_of(w, first, token)
+        both = []
+        for part in (0, half * first.strip_bytes):
+            totals = over_warps(first, functools.partial(_four, w, sums), first.sums_start + part, first.sums_bytes)
+            both.append(totals if root is None else [total * root for total in totals])
+        numbers = [gate * w.sigmoid(gate) * other for gate, other in zip(*both, strict=True)]
+        place = token * plan.hidden.stride + (rank * half + strip) * (2 * STRIP) + piece * 8
+        words = [w.pair(*numbers[i : i + 2]) for i in (0, 2)]
+        w.send_words(place + plan.hidden.start, words, block, plan.barriers[1], inside)
 
 
 def _write(w: Any, plan: GatedPlan, a: Arguments, total: Any, cluster: Any, strip: Any, mine: Any) -> None:
@@ -157,34 +153,29 @@ def _write(w: Any, plan: GatedPlan, a: Arguments, total: Any, cluster: Any, stri
         w.store_number(a.out, place, total[e], a.out_dtype, mine & (token < plan.rows))
 
 
-def _task(w: Any, start: int, tasks: int, threads: int) -> tuple[Any, Any]:
-    """A thread's index among tasks from `start` on, and whether it has one (None: all have); else the index is 0."""
-    index = w.thread + start
-    if start + threads <= tasks:
-        return index, None
-    inside = index < tasks
-    return w.select(inside, index, w.integer(0)), inside
-
-
 def _four(w: Any, address: Any, constant: int) -> list[Any]:
     return [w.as_number(word) for word in w.shared_words(address, constant)]
 
 
-@functools.partial(jax.jit, static_argnames=("clusters", "cluster", "norm_eps"))
+@functools.partial(jax.jit, static_argnames=("clusters", "cluster", "norm_eps", "program"))
 def gated_mlp(
     x: jax.Array,
     partial: jax.Array | None,
     gate_up: Packed,
     down: Packed,
     norm: jax.Array | None,
+    ahead: Sequence[jax.Array] = (),
     *,
     clusters: int,
     cluster: int,
     norm_eps: float,
+    program: Callable[..., None] = feed_forward,
 ) -> tuple[jax.Array, jax.Array]:
     """Slices [clusters, rows, outputs] float32 of the block's result for y [rows, inputs], and y.
 
     y is x (bfloat16), or x plus the sum of `partial` [slices, rows, inputs] float32, rounded once; `norm` float32.
+    `ahead`: arrays that kernels behind this one read, brought into the L2 cache. `program` is what each warp does;
+    benchmarks pass one that writes clocks.
     """
     refusal = GatedPlan.refusal(x.shape[0], gate_up, down, clusters, cluster)
     if refusal is not None:
@@ -194,23 +185,25 @@ def gated_mlp(
     first, second = arrays_of(gate_up), arrays_of(down)
     others = [array for array in (norm, partial) if array is not None]
 
-    def program(w: Any, references: Any, block: Any) -> None:
+    def emit(w: Any, references: Any, block: Any) -> None:
         given = iter(references)
         weights = [
             Weights.of(weight, [next(given) for _ in arrays]) for weight, arrays in ((gate_up, first), (down, second))
         ]
         x_ref, norm_ref = next(given), None if norm is None else next(given)
         partial_ref = None if partial is None else next(given)
+        ahead_refs = [Ahead(next(given), array.nbytes) for array in ahead]
         out, total = next(given), next(given) if slices else None
         arguments = (
             arguments_of(gate_up, weights=weights[0], x=x_ref, norm=norm_ref, out=None, out_dtype="float32"),
             arguments_of(down, weights=weights[1], x=None, out=out, out_dtype="float32"),
         )
-        feed_forward(w, plan, *arguments, block, Addend(plan.sum, partial_ref, total) if slices else None)
+        addend = Addend(plan.sum, partial_ref, total) if slices else None
+        program(w, plan, *arguments, block, addend, ahead_refs)
 
     out, *total = run_blocks(
-        program,
-        [*first, *second, x, *others],
+        emit,
+        [*first, *second, x, *others, *ahead],
         [
             jax.ShapeDtypeStruct((clusters, x.shape[0], down.shape[0]), jnp.float32),
             *([jax.ShapeDtypeStruct(x.shape, x.dtype)] * bool(slices)),

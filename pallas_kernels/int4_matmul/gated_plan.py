@@ -69,7 +69,7 @@ class GatedPlan:
         warps = inputs // PART
         if inputs % (4 * PART) or warps > 8:
             return f"it takes 512 or 1024 inputs, not {inputs}"
-        if gates != 2 * hidden or gates % (STRIP * clusters * cluster) or hidden % (COLUMNS * clusters):
+        if gates != 2 * hidden or gates % (2 * STRIP * clusters * cluster) or hidden % (COLUMNS * clusters):
             return f"{clusters} clusters of {cluster} blocks do not share {hidden} hidden features evenly"
         strips = outputs // STRIP // cluster
         if outputs % (STRIP * cluster) or strips % min(strips, warps):
@@ -118,22 +118,14 @@ class GatedPlan:
         return self.down_start + self.warps * self.down.ring_bytes
 
     @property
-    def gates_start(self) -> int:
-        """The cluster's gates and others, float32 [rows, 2 features]."""
-        return self.sum_start + (SumPlan.nbytes(self.rows, self.gate_up.in_features) if self.slices else 0)
-
-    @property
-    def gates_bytes(self) -> int:
-        return 8 * self.rows * self.features
-
-    @property
     def hidden(self) -> Rows:
         """The cluster's hidden features, bfloat16."""
-        return Rows.at(self.gates_start + self.gates_bytes, self.features)
+        start = self.sum_start + (SumPlan.nbytes(self.rows, self.gate_up.in_features) if self.slices else 0)
+        return Rows.at(start, self.features)
 
     @property
     def barriers(self) -> tuple[int, int]:
-        """Of the sum and of the gates."""
+        """Of the sum and of the hidden features."""
         start = self.hidden.start + self.rows * row_bytes(self.features)
         return start, start + 8
 

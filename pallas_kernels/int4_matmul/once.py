@@ -41,18 +41,20 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any, addend: 
     results = results_of(w, plan, first_row, stream.first_strip, w.integer(strips), w.integer(0), strips)
     residuals = [residual_of(w, plan, a, result) for result in results]
     w.warp_barrier()  # without it, ptxas would move these loads behind the wait for the weights
-    stream.fill()
     if plan.norm_bytes:
         fetch_norm(w, plan, a, stream)
+    stream.fill()
+    # x is there before the weights are: what is to be done to it is done while they are waited for.
     tokens = given(w, plan, a, stream, asked)
+    if plan.norm_bytes:
+        w.copy_wait(strips)
+        w.warp_barrier()
+        tokens.read_norm(norm_of_warp(w, plan))
+    x = Halves(w, plan, tokens)
+    x.prepare(None if a.weights.book is None else Book(w, a.weights.book, as_bytes=False))
     w.copy_wait(0)
     w.warp_barrier()
-    x = Halves(w, plan, tokens)
-    if plan.norm_bytes:
-        tokens.read_norm(norm_of_warp(w, plan))
     fetched = read_all(w, plan, a, x, stream)
-    w.warp_barrier()  # nor shall it read them behind what waits for x
-    x.prepare(None if a.weights.book is None else Book(w, a.weights.book, as_bytes=False))
     for strip, (pieces, factors) in enumerate(fetched):
         put(w, plan, x, totals_of(w, plan, x, pieces, factors.__getitem__), w.integer(strip * plan.strip_bytes))
     w.block_barrier()
