@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from paged_attention_cases import lower_for_cuda
 from simulated_int4_warp import flat_weights
 from simulated_warp import Cluster, SimulatedWarp, run_cluster
 from simulated_wide_warp import Barriers, SimulatedWideWarp
@@ -16,6 +17,7 @@ from simulated_wide_warp import Barriers, SimulatedWideWarp
 from pallas_kernels.decoder_block import attention_block, attention_block_refusal, mosaic
 from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
 from pallas_kernels.int4_matmul import PackedInt4, from_codes, strip, to_mosaic
+from pallas_kernels.int4_matmul import api as int4_api
 from pallas_kernels.int4_matmul.packing import unpack_codes
 from pallas_kernels.paged_attention.merge import Outputs
 from pallas_kernels.paged_attention.new_token import Arguments as AttentionArguments
@@ -228,24 +230,50 @@ def test_every_warp_of_the_kernel_together(case: Case) -> None:
     check(case, slices, y, pools)
 
 
+def block_of(case: Case) -> Any:
+    options = {"norm_eps": EPS, "num_q_heads": case.q_heads, "scale": case.head_dim**-0.5}
+    return lambda arrays: attention_block(**arrays, **options)
+
+
+def packed(case: Case) -> dict[str, Any]:
+    arrays = make(case)
+    return jax.tree.map(jnp.asarray, arrays | {name: to_mosaic(arrays[name]) for name in ("qkv", "o")})
+
+
+def test_lowers_for_cuda() -> None:
+    assert lower_for_cuda(block_of(CASES[1]), packed(CASES[1])).count("@mosaic_gpu_v2") == 1
+
+
+def refusal(
+    case: Case, slices: int | None = None, rotary_dim: int = 64, batch: int = 1, dtype: Any = None
+) -> str | None:
+    a = packed(case)
+    x, table = (jnp.broadcast_to(a[name][:1], (batch, *a[name].shape[1:])) for name in ("x", "page_table"))
+    pages = a["k_pages"] if dtype is None else a["k_pages"].astype(dtype)
+    given = (x, slices, a["qkv"], a["o"], pages, table)
+    return attention_block_refusal(*given, num_q_heads=case.q_heads, rotary_dim=rotary_dim)
+
+
+def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(CASES[0]) == "the reference backend multiplies"
+    monkeypatch.setattr(int4_api.dispatch, "hopper_refusal", lambda: None)
+    case = CASES[0]
+    assert refusal(case) is None
+    assert refusal(case, batch=2) == "it takes one sequence of up to 4 new tokens, not 2 of 1"
+    assert refusal(case, slices=17) == "it adds up to 16 slices, not 17"
+    assert refusal(case, dtype=jnp.int8) == "it reads pages of bfloat16, not int8"
+    assert refusal(case, rotary_dim=20) == "it rotates a multiple of 8 dimensions, not 20"
+    wide = dataclasses.replace(case, q_heads=16, tokens=2)
+    assert refusal(wide) == "it takes 8 KV heads of 8 query rows, not 1 of 32"
+    long = dataclasses.replace(case, pages=129)
+    assert refusal(long) == "it is for page tables of up to 2048 places, not 2064"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_GPU, ids=str)
 def test_kernel_on_the_gpu(case: Case) -> None:
-    arrays = make(case) | {name: to_mosaic(make(case)[name]) for name in ("qkv", "o")}
-    arrays = jax.tree.map(jnp.asarray, arrays)
-    refused = attention_block_refusal(
-        arrays["x"],
-        case.slices,
-        arrays["qkv"],
-        arrays["o"],
-        arrays["k_pages"],
-        arrays["page_table"],
-        num_q_heads=case.q_heads,
-        rotary_dim=case.head_dim,
-    )
-    assert refused is None
-    options = {"norm_eps": EPS, "num_q_heads": case.q_heads, "scale": case.head_dim**-0.5}
-    block = jax.jit(lambda arrays: attention_block(**arrays, **options))
+    arrays, block = packed(case), jax.jit(block_of(case))
+    assert refusal(case, rotary_dim=case.head_dim) is None
     first = [np.asarray(array) for array in block(arrays)]
     check(case, first[0], first[1], first[2:])
     for _ in range(20):

@@ -7,7 +7,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.decoder_block import mosaic
 from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
 from pallas_kernels.int4_matmul import Packed
-from pallas_kernels.int4_matmul.api import Backend, mosaic_refusal, refusals_of
+from pallas_kernels.int4_matmul.api import refusals_of
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.plan import PART
 from pallas_kernels.paged_attention.api import mosaic_refusal as attention_refusal
@@ -83,7 +83,6 @@ def attention_block_refusal(
     *,
     num_q_heads: int,
     rotary_dim: int,
-    backend: Backend | None = None,
 ) -> str | None:
     """Why the kernel does not take such a block; None if it does.
 
@@ -92,14 +91,10 @@ def attention_block_refusal(
     batch, tokens, hidden = x.shape
     kv_heads, page_size, head_dim = k_pages.shape[1:]
     for weight in (qkv, o):
-        choices = dispatch.choose("int4_matmul", refusals_of(tokens, x.dtype, jnp.dtype(x.dtype), weight), backend)
+        choices = dispatch.choose("int4_matmul", refusals_of(tokens, x.dtype, jnp.dtype(x.dtype), weight))
         chosen = next(choice.backend for choice in choices if choice.taken)
         if chosen != "mosaic":
-            return (
-                f"the {chosen} backend multiplies"
-                if backend is None
-                else mosaic_refusal(tokens, x.dtype, jnp.dtype(x.dtype), weight)
-            )
+            return f"the {chosen} backend multiplies"
         if weight.bits != 4 or weight.kind == "code_book":
             return f"it takes linear codes of 4 bits, not {weight.kind} of {weight.bits}"
     if batch != 1 or tokens > MOST_TOKENS:
