@@ -244,9 +244,7 @@ def test_lowers_for_cuda() -> None:
     assert lower_for_cuda(block_of(CASES[1]), packed(CASES[1])).count("@mosaic_gpu_v2") == 1
 
 
-def refusal(
-    case: Case, slices: int | None = None, rotary_dim: int = 64, batch: int = 1, dtype: Any = None
-) -> str | None:
+def refusal(case: Case, slices: int = 3, rotary_dim: int = 64, batch: int = 1, dtype: Any = None) -> str | None:
     a = packed(case)
     x, table = (jnp.broadcast_to(a[name][:1], (batch, *a[name].shape[1:])) for name in ("x", "page_table"))
     pages = a["k_pages"] if dtype is None else a["k_pages"].astype(dtype)

@@ -11,7 +11,6 @@ from pallas_kernels.int4_matmul.api import refusals_of
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.plan import PART
 from pallas_kernels.paged_attention.api import mosaic_refusal as attention_refusal
-from pallas_kernels.paged_attention.formats import format_of
 from pallas_kernels.paged_attention.new_token import DecodePlan
 from pallas_kernels.paged_attention.plan import Plan
 
@@ -103,7 +102,7 @@ def attention_block_refusal(
         return f"it takes {WARPS * PART} or {MOST_HIDDEN} inputs, not {hidden}"
     if slices > MOST_SLICES:
         return f"it adds up to {MOST_SLICES} slices, not {slices}"
-    if format_of(k_pages.dtype) is not None or k_pages.dtype != jnp.bfloat16:
+    if k_pages.dtype != jnp.bfloat16:
         return f"it reads pages of bfloat16, not {k_pages.dtype}"
     refused = attention_refusal(jnp.dtype(x.dtype), "bfloat16", head_dim, page_size, tokens)
     if refused is not None:
