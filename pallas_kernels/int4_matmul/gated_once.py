@@ -100,7 +100,6 @@ def feed_forward(
     x.prepare()
     w.copy_wait(later.depth)
     w.warp_barrier()
-    fetch_ahead(w, ahead, block * plan.warps + w.warp, plan.blocks * plan.warps)
     # All sums before the first is stored: products of different strips need not wait for each other.
     read = read_all(w, first, gate_up, x, stream)
     totals = [totals_of(w, first, x, pieces, factors.__getitem__) for pieces, factors in read]
@@ -111,6 +110,9 @@ def feed_forward(
     w.copy_wait(0)
     w.warp_barrier()
     read = read_all(w, plan.down, down, hidden, later)
+    fetch_ahead(
+        w, ahead, block * plan.warps + w.warp, plan.blocks * plan.warps
+    )  # memory has nothing to do from here on
     w.warp_barrier()  # nor shall it read them behind what waits for the features
     w.wait_sent(plan.barriers[1])
     hidden.prepare()
