@@ -55,6 +55,7 @@ ONE = dataclasses.replace(WIDE, strips=4)
 ASYNCHRONOUS = dataclasses.replace(ONE, bulk=False)
 LONG, HEAD = (12288, 4096), (1024, 151936)
 JOINED = Schedule(16, 3, 2, 2, scaled=True, bulk=True, joined=True)
+HALVED = Schedule(16, 3.5, 2, 2, scaled=True, joined=True)
 """Pairs of blocks that add up their slices."""
 RESIDUAL = Fusion(residual=True)
 DIGITS = Schedule(warps=16, parts=2, strips=4, depth=3, digits=True)
@@ -93,6 +94,10 @@ CASES = [
     Case(1, *LONG, 9.0, dataclasses.replace(JOINED, depth=3), fusion=RESIDUAL),
     *(Case(m, *LONG, us, JOINED, fusion=RESIDUAL) for m, us in ((1, 9.2), (5, 10.5), (8, 10.8))),
     Case(5, *LONG, 10.8, dataclasses.replace(JOINED, bulk=False), fusion=RESIDUAL),
+    Case(1, *DOWN, 10.3, HALVED, fusion=RESIDUAL),
+    Case(5, *DOWN, 11.3, HALVED, fusion=RESIDUAL),
+    Case(1, *DOWN, 10.6, dataclasses.replace(HALVED, bulk=True), group=64, fusion=RESIDUAL),
+    Case(5, *DOWN, 11.3, dataclasses.replace(HALVED, bulk=True), group=64, fusion=RESIDUAL),
     *(
         Case(m, *DOWN, us, dataclasses.replace(TALL, blocks=224, joined=True), fusion=RESIDUAL)
         for m, us in ((1, 10.7), (5, 11.6))

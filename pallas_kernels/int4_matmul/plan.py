@@ -18,19 +18,19 @@ ROW_PADDING = 4
 class Schedule:
     """What tuning chooses.
 
-    A thread block holds `warps` (a multiple of 4) x `parts` x 128 inputs of x in registers and walks through strips of
-    16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are added after every
-    `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they should all be
-    resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic, see operands.py
-    and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py. `joined`: blocks that share outputs add up
-    their slices themselves, see joined.py.
+    A thread block holds `warps` (a multiple of 4) x `parts` (halves, too) x 128 inputs of x in registers and walks
+    through strips of 16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are
+    added after every `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they
+    should all be resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic,
+    see operands.py and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py. `joined`: blocks that share
+    outputs add up their slices themselves, see joined.py.
 
     `once`: a block has `strips` strips, all of them fetched at once, see once.py; `depth` is as many. Tokens are in
     `tiles`, each with blocks of its own.
     """
 
     warps: int = 16
-    parts: int = 2
+    parts: int | float = 2
     strips: int = 4
     depth: int = 3
     blocks: int = 132
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def warp_columns(self) -> int:
-        return self.schedule.parts * PART
+        return int(self.schedule.parts * PART)
 
     @property
     def warp_tiles(self) -> int:
@@ -170,7 +170,8 @@ class Plan:
     @property
     def segment(self) -> int:
         """Inputs that are summed before a scale is applied."""
-        return min(self.group_size, PART) if self.groups > 1 else PART
+        segment = min(self.group_size, PART) if self.groups > 1 else PART
+        return segment if self.warp_columns % segment == 0 else COLUMNS
 
     @property
     def segments(self) -> int:
