@@ -17,6 +17,8 @@ import random
 import time
 from typing import Any
 
+FINE = range(2, 17)
+"""Numbers of rows, in sixteenths of the batch, that decode programs exist for."""
 MODULES = {"jaxinfer": "benchmarks.llm", "vllm": "vllm", "nanovllm": "nanovllm"}
 
 
@@ -47,8 +49,8 @@ def options_for(arguments: argparse.Namespace) -> dict[str, Any]:
         "prefill_tile": arguments.tile,  # prompts fill calls whatever their lengths: padding is half a tile each
         "prefill_lengths": tuple(max(arguments.tile, longest * rows) for rows in (1, 2, 4, 8)),
         "decode_stall_tokens": 256 * longest,  # throughput, not latency: prompts first
-        # Longest first, no step has few rows; otherwise there are ever fewer.
-        "decode_rows": tuple(sorted({max(1, batch * n // 8) for n in ((4, 8) if order == "longest" else range(1, 9))})),
+        # Longest first, no step has few rows; otherwise there are ever fewer, and what a step has too many is computed.
+        "decode_rows": tuple(sorted({max(1, batch * n // 16) for n in ((8, 16) if order == "longest" else FINE)})),
         "decode_order": order,
         "prefix_cache": False,  # as for vLLM
         "sampling": (ji.SamplingParams(temperature=0.6),),
