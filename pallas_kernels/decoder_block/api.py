@@ -1,5 +1,7 @@
 """The attention block op: a decoder layer from its residual stream to the slices of its output projection."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -41,11 +43,13 @@ def attention_block(
     interleaved: bool = False,
     q_norm: Float32[Array, " head_dim"] | None = None,
     k_norm: Float32[Array, " head_dim"] | None = None,
+    ahead: Sequence[Array] = (),
 ) -> tuple[Float32[Array, "left 1 tokens hidden"], Float[Array, "1 tokens hidden"], Array, Array]:
     """Adds slices, normalises, projects, appends, attends and multiplies with o, in one kernel.
 
     What `int4_matmul_of_sum`, `decode_attention` and `int4_slices` do one after the other; the caller has asked
-    `attention_block_refusal` first. The arguments are theirs, `norm_eps` that of all norms.
+    `attention_block_refusal` first. The arguments are theirs, `norm_eps` that of all norms. `ahead`: arrays that kernels
+    behind this one read, brought into the L2 cache.
 
     Returns:
       (slices of o's result, y = x plus `partial`'s sum, k_pages, v_pages). The sum of y and the slices is the residual
@@ -67,7 +71,7 @@ def attention_block(
     arrays = (x.reshape(tokens, hidden), partial, page_table, positions, norm, rope, norms)
     x, partial, page_table, positions, norm, rope, norms = dispatch.in_memory(arrays)
     left, y, k_pages, v_pages = mosaic.attention_block(
-        x, partial, norm, qkv, o, k_pages, v_pages, page_table, positions, rope, norms, plan=plan
+        x, partial, norm, qkv, o, k_pages, v_pages, page_table, positions, rope, norms, plan=plan, ahead=tuple(ahead)
     )
     return left[:, None], y[None], k_pages, v_pages
 

@@ -16,7 +16,7 @@ counts; all sums are in a fixed order. What reads the residual stream next adds 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,10 +28,11 @@ from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
 from pallas_kernels.decoder_block.project import Strips, SummedRows, project, send_heads, strips_of
 from pallas_kernels.early_launch import take_turn
 from pallas_kernels.int4_matmul import strip
+from pallas_kernels.int4_matmul.ahead import Ahead, fetch_ahead
+from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
 from pallas_kernels.int4_matmul.operands import Halves
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
-from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.paged_attention.merge import Outputs, Place
 from pallas_kernels.paged_attention.new_rows import NewRows
 from pallas_kernels.paged_attention.new_token import Arguments as AttentionArguments
@@ -42,7 +43,7 @@ from pallas_kernels.paged_attention.warp import Warp
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The kernel's arrays in global memory. `y`: x plus the slices."""
+    """The kernel's arrays in global memory. `y`: x plus the slices. `ahead`: what later kernels read first."""
 
     x: Any
     partial: Any
@@ -51,10 +52,11 @@ class Arguments:
     attention: AttentionArguments
     qkv: strip.Arguments
     o: strip.Arguments
+    ahead: Sequence[Ahead] = ()
 
 
 def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split: Any) -> None:
-    """What one warp does: `w` is a `Warp` and `m` a `WideWarp` (or their NumPy twins), each with its shared memory."""
+    """What one warp does: `w` is a `Warp` and `m` a `ClusterWarp` (or their NumPy twins), each with its shared memory."""
     attention = plan.decode.attention
     w.open_inbox(plan.new_barrier, w.const(plan.new_bytes, "i32"))
     w.open_inbox(plan.sums_barrier, w.const(BLOCKS * (plan.sums_bytes + 8 * attention.rows), "i32"))
@@ -91,6 +93,8 @@ def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split
     w.block_barrier()
     w.cluster_wait()
     send_heads(w, m, plan, split)
+    # Memory has nothing to do from here on.
+    fetch_ahead(m, args.ahead, (kv_head * BLOCKS + split) * WARPS + w.warp, attention.kv_heads * BLOCKS * WARPS)
     w.wait_inbox(plan.new_barrier)
     SentTokens(w, m, plan, tables.places, place).stage()
     w.block_barrier()
@@ -135,18 +139,20 @@ def attention_block(
     norms: tuple[jax.Array, jax.Array] | None,
     *,
     plan: BlockPlan,
+    ahead: Sequence[jax.Array] = (),
     program: Callable[..., None] = attend,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Slices [kv_heads, tokens, hidden] float32 of o's result, y [tokens, hidden], and the pools.
 
     x [tokens, hidden] bf16, partial [slices, tokens, hidden] float32, norm [hidden] float32; the rest as
-    `decode_mosaic.decode_attention` takes it, of one sequence. `program`: what each warp does.
+    `decode_mosaic.decode_attention` takes it, of one sequence. `ahead`: arrays
+    that kernels behind this one read, brought into the L2 cache. `program`: what each warp does.
     """
     attention, hidden = plan.decode.attention, o.shape[0]
     pools = [jax.new_ref(pool) for pool in (k_pages, v_pages)]
     of_qkv, of_o = arrays_of(qkv), arrays_of(o)
     operands = [x, norm, page_table, positions, *pools, *of_qkv, *of_o]
-    operands += [*(rope or ()), *(norms or ()), *(() if partial is None else (partial,))]
+    operands += [*(rope or ()), *(norms or ()), *(() if partial is None else (partial,)), *ahead]
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
@@ -165,8 +171,10 @@ def attention_block(
                 strip.arguments_of(weight, weights=of, x=None, out=out, out_dtype="float32")
                 for weight, of in zip((qkv, o), weights, strict=True)
             ]
-            args = Arguments(x_ref, next(given, None), norm_ref, y, attended, *products)
-            w, m = Warp(shared), WideWarp(product_shared)
+            partial_ref = None if partial is None else next(given)
+            later = [Ahead(next(given), array.nbytes) for array in ahead]
+            args = Arguments(x_ref, partial_ref, norm_ref, y, attended, *products, later)
+            w, m = Warp(shared), ClusterWarp(product_shared)
             program(w, m, plan, args, w.scalar(kv_head), w.scalar(split))
 
         take_turn()
