@@ -211,7 +211,9 @@ def simulate(case: Case) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         strip.arguments_of(weight, weights=flat_weights(weight), x=None, out=slices, out_dtype="float32")
         for weight in (qkv, o)
     ]
-    arguments = mosaic.Arguments(flat(a["x"]), flat(a["partial"], np.float32), a["norm"], y, attention, *products)
+    arguments = mosaic.Arguments(
+        flat(a["x"]), flat(a["partial"], np.float32), a["norm"], y, attention, products[0], products[1]
+    )
 
     def program(kv_head: int, of_products: Cluster, w: SimulatedWarp, block: int) -> None:
         m = SimulatedWideWarp(SimulatedWarp(of_products, block, w.warp[0]), Barriers())

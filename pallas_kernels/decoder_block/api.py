@@ -48,8 +48,8 @@ def attention_block(
     """Adds slices, normalises, projects, appends, attends and multiplies with o, in one kernel.
 
     What `int4_matmul_of_sum`, `decode_attention` and `int4_slices` do one after the other; the caller has asked
-    `attention_block_refusal` first. The arguments are theirs, `norm_eps` that of all norms. `ahead`: arrays that kernels
-    behind this one read, brought into the L2 cache.
+    `attention_block_refusal` first. The arguments are theirs, `norm_eps` that of all norms. `ahead`: arrays that
+    kernels behind this one read, brought into the L2 cache.
 
     Returns:
       (slices of o's result, y = x plus `partial`'s sum, k_pages, v_pages). The sum of y and the slices is the residual

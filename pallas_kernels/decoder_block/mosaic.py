@@ -56,7 +56,7 @@ class Arguments:
 
 
 def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split: Any) -> None:
-    """What one warp does: `w` is a `Warp` and `m` a `ClusterWarp` (or their NumPy twins), each with its shared memory."""
+    """What one warp does: `w` is a `Warp` and `m` a `ClusterWarp` (or NumPy twins), each with its shared memory."""
     attention = plan.decode.attention
     w.open_inbox(plan.new_barrier, w.const(plan.new_bytes, "i32"))
     w.open_inbox(plan.sums_barrier, w.const(BLOCKS * (plan.sums_bytes + 8 * attention.rows), "i32"))
