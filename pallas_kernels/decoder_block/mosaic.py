@@ -173,7 +173,7 @@ def attention_block(
             ]
             partial_ref = None if partial is None else next(given)
             later = [Ahead(next(given), array.nbytes) for array in ahead]
-            args = Arguments(x_ref, partial_ref, norm_ref, y, attended, *products, later)
+            args = Arguments(x_ref, partial_ref, norm_ref, y, attended, products[0], products[1], later)
             w, m = Warp(shared), ClusterWarp(product_shared)
             program(w, m, plan, args, w.scalar(kv_head), w.scalar(split))
 
