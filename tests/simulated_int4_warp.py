@@ -192,7 +192,7 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
 
     def shared_store_words(self, address: np.ndarray, words: Sequence[np.ndarray], constant: int = 0) -> None:
         address = address + constant
-        assert (address % 16 == 0).all(), "unaligned shared write"
+        assert (address % (4 * len(words)) == 0).all(), "unaligned shared write"
         for i, word in enumerate(words):
             self.bytes.view(np.int32)[address // 4 + i] = word
 

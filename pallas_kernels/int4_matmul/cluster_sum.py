@@ -1,7 +1,8 @@
-"""x plus the slices that the product before it left, added once for a cluster of blocks.
+"""x plus the slices that the product before it left, added once for a cluster of blocks, or in each block.
 
-Every block needs all of the sum, and reading all slices in every block would be most of what it reads. So each warp of
-a cluster adds up its own few inputs, and sends them to all blocks of the cluster while the weights are on their way.
+Every block needs all of the sum. Where there are many slices, reading all of them in every block would be most of what
+it reads: then each warp of a cluster adds up its own few inputs, and sends them to all blocks of the cluster while the
+weights are on their way. Where there are few, each warp adds up the inputs that it multiplies itself.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ FOUR = 4
 
 @dataclasses.dataclass(frozen=True)
 class SumPlan:
-    """`features` inputs of `rows` tokens, for clusters of `cluster` blocks of `warps` warps.
+    """`features` inputs of `rows` tokens, for clusters of `cluster` blocks of `warps` warps (1: each block for itself).
 
     The sums go to byte `start` of each block's shared memory on; `barrier` is where their bytes are counted.
     """
@@ -73,14 +74,14 @@ class ClusterSum:
     """The sum of one cluster, as its warps see it. `block` counts all blocks, those of a cluster one by one."""
 
     def __init__(self, w: Any, addend: Addend, x: Any, block: Any):
-        """Opens the inbox and asks for this warp's numbers; other inboxes have been opened before, or are not.
+        """Opens the inbox, if one is needed, and asks for this warp's numbers. x is bfloat16 [rows, features].
 
-        x is bfloat16 [rows, features].
+        All warps' `cluster_arrive` and `cluster_wait` have to come before `send`.
         """
         self.w, self.plan, self._total = w, addend.plan, addend.total
         plan = self.plan
-        w.expect_sent(plan.barrier, 2 * plan.rows * plan.features)
-        w.cluster_arrive()
+        if plan.cluster > 1:
+            w.expect_sent(plan.barrier, 2 * plan.rows * plan.features)
         self._sharer = w.lane // plan.fours
         self._column = (block % plan.cluster * plan.warps + w.warp) * plan.of_warp + w.lane % plan.fours * FOUR
         self._writes = (block < plan.cluster) & (self._sharer < 1)
@@ -99,7 +100,6 @@ class ClusterSum:
     def send(self) -> None:
         """Adds up, in an order that is always the same, and sends; the first cluster writes the sum."""
         w, plan = self.w, self.plan
-        w.cluster_wait()
         for row, (words, slices) in enumerate(self._numbers):
             total = list(slices[0])
             for more in slices[1:]:
@@ -111,7 +111,9 @@ class ClusterSum:
             pairs = [w.pair(*sums[i : i + 2]) for i in (0, 2)]
             rows = plan.rows_in_shared
             place = self._column * 2 + (rows.start + row * rows.stride)
-            for first in range(0, plan.cluster, plan.sharers):
+            if plan.cluster == 1:
+                w.shared_store_words(place, pairs)
+            for first in range(0, plan.cluster if plan.cluster > 1 else 0, plan.sharers):
                 block = self._sharer + first
                 there = None if first + plan.sharers <= plan.cluster else block < plan.cluster
                 block = block if there is None else w.select(there, block, w.integer(0))
@@ -119,6 +121,9 @@ class ClusterSum:
             w.store_words(self._total, self._column + row * plan.features, pairs, self._writes)
 
     def arrived(self) -> Rows:
-        """Waits for all of the sum."""
-        self.w.wait_sent(self.plan.barrier)
+        """Waits for the inputs that this warp multiplies."""
+        if self.plan.cluster > 1:
+            self.w.wait_sent(self.plan.barrier)
+        else:
+            self.w.warp_barrier()
         return self.plan.rows_in_shared

@@ -82,15 +82,13 @@ def feed_forward(
     stream, later = GateStream(w, plan, gate_up.weights, block), DownStream(w, plan, down.weights, block)
     w.expect_sent(plan.barriers[1], 2 * plan.rows * plan.features)
     asked = ask(w, first, gate_up, stream, block, addend)
-    if addend is None:
-        w.cluster_arrive()
+    w.cluster_arrive()
     w.warp_barrier()  # without it, ptxas would move these loads behind the wait for the weights
     if first.norm_bytes:
         fetch_norm(w, first, gate_up, stream)
     stream.fill()
     later.fill()
-    if addend is None:
-        w.cluster_wait()
+    w.cluster_wait()
     tokens = given(w, first, gate_up, stream, asked)
     if first.norm_bytes:
         w.copy_wait(plan.strips + later.depth)
@@ -159,7 +157,7 @@ def _four(w: Any, address: Any, constant: int) -> list[Any]:
     return [w.as_number(word) for word in w.shared_words(address, constant)]
 
 
-@functools.partial(jax.jit, static_argnames=("clusters", "cluster", "norm_eps", "program"))
+@functools.partial(jax.jit, static_argnames=("clusters", "cluster", "sharing", "norm_eps", "program"))
 def gated_mlp(
     x: jax.Array,
     partial: jax.Array | None,
@@ -170,20 +168,23 @@ def gated_mlp(
     *,
     clusters: int,
     cluster: int,
+    sharing: int = 1,
     norm_eps: float,
     program: Callable[..., None] = feed_forward,
 ) -> tuple[jax.Array, jax.Array]:
     """Slices [clusters, rows, outputs] float32 of the block's result for y [rows, inputs], and y.
 
     y is x (bfloat16), or x plus the sum of `partial` [slices, rows, inputs] float32, rounded once; `norm` float32.
-    `ahead`: arrays that kernels behind this one read, brought into the L2 cache. `program` is what each warp does;
-    benchmarks pass one that writes clocks.
+    `sharing` blocks, 1 or a cluster's, share the additions. `ahead`: arrays that kernels behind this one read, which it
+    brings into the L2 cache. `program` is what each warp does; benchmarks pass one that writes clocks.
     """
     refusal = GatedPlan.refusal(x.shape[0], gate_up, down, clusters, cluster)
     if refusal is not None:
         raise ValueError(f"a feed-forward block in one kernel: {refusal}")
     slices = 0 if partial is None else len(partial)
-    plan = GatedPlan.of(x.shape[0], gate_up, down, None if norm is None else norm_eps, clusters, cluster, slices)
+    plan = GatedPlan.of(
+        x.shape[0], gate_up, down, None if norm is None else norm_eps, clusters, cluster, sharing, slices
+    )
     first, second = arrays_of(gate_up), arrays_of(down)
     others = [array for array in (norm, partial) if array is not None]
 

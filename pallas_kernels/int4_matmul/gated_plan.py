@@ -11,6 +11,24 @@ from pallas_kernels.int4_matmul.shared_rows import Rows, row_bytes
 
 MOST_ROWS = 8
 """Tokens of one operand of an `mma`."""
+MEASURED_ROWS = 2
+SHAPES = ((16, 4), (8, 4))
+"""Clusters, and blocks of each: those of eight blocks were slower for the same numbers of blocks."""
+MOST_BYTES = 227 * 1024
+"""Shared memory of a block."""
+
+
+def shape_for(rows: int, gate_up: Packed, down: Packed) -> tuple[int, int] | None:
+    """Clusters, and blocks of each, for a block that is faster in one kernel than in several; None for others."""
+    if rows > MEASURED_ROWS:
+        return None
+    for clusters, cluster in SHAPES:
+        if GatedPlan.refusal(rows, gate_up, down, clusters, cluster) is None:
+            # A norm takes the more memory, and slices before it.
+            plan = GatedPlan.of(rows, gate_up, down, 1e-6, clusters, cluster, 1, 1)
+            if plan.shared_bytes <= MOST_BYTES:
+                return clusters, cluster
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +53,29 @@ class DownPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class GatedPlan:
-    """`gate_up` is a block's part of the first product, of all inputs; `slices` of what came before, or 0."""
+    """`gate_up` is a block's part of the first product, of all inputs.
+
+    `slices` of what came before, or 0, are added by `sharing` blocks together, one or a cluster's.
+    """
 
     gate_up: Plan
     down: DownPlan
     clusters: int
     cluster: int
+    sharing: int
     slices: int
 
     @classmethod
     def of(
-        cls, rows: int, gate_up: Packed, down: Packed, norm_eps: float | None, clusters: int, cluster: int, slices: int
+        cls,
+        rows: int,
+        gate_up: Packed,
+        down: Packed,
+        norm_eps: float | None,
+        clusters: int,
+        cluster: int,
+        sharing: int,
+        slices: int,
     ) -> "GatedPlan":
         """For weights that `refusal` does not refuse."""
         inputs, hidden, outputs = gate_up.shape[1], down.shape[1], down.shape[0]
@@ -55,7 +85,7 @@ class GatedPlan:
         each = -(-(outputs // STRIP // cluster) // warps)
         second = Plan.of(rows, down, Schedule(warps, 1, each, each, once=True))
         tiles = hidden // COLUMNS // clusters
-        return cls(first, DownPlan(**vars(second), tiles_each=tiles), clusters, cluster, slices)
+        return cls(first, DownPlan(**vars(second), tiles_each=tiles), clusters, cluster, sharing, slices)
 
     @staticmethod
     def refusal(rows: int, gate_up: Packed, down: Packed, clusters: int, cluster: int) -> str | None:
@@ -74,7 +104,7 @@ class GatedPlan:
         strips = outputs // STRIP // cluster
         if outputs % (STRIP * cluster) or strips % min(strips, warps):
             return f"{cluster} blocks of {warps} warps do not share {outputs} results evenly"
-        return SumPlan.refusal(inputs, cluster, warps)
+        return SumPlan.refusal(inputs, 1, warps) or SumPlan.refusal(inputs, cluster, warps)
 
     @property
     def rows(self) -> int:
@@ -135,5 +165,5 @@ class GatedPlan:
 
     @property
     def sum(self) -> SumPlan:
-        shape = (self.rows, self.gate_up.in_features, self.slices, self.cluster, self.warps)
+        shape = (self.rows, self.gate_up.in_features, self.slices, self.sharing, self.warps)
         return SumPlan(*shape, start=self.sum_start, barrier=self.barriers[0])

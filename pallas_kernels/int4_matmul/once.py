@@ -37,6 +37,8 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any, addend: 
         first_row = w.select(first_row < last, first_row, last)
     stream = Stream(w, plan, a.weights, slice_, block)
     asked = ask(w, plan, a, stream, block, addend, first_row if tiles > 1 else None)
+    if addend is not None:
+        w.cluster_arrive()
     strips = plan.schedule.strips
     results = results_of(w, plan, first_row, stream.first_strip, w.integer(strips), w.integer(0), strips)
     residuals = [residual_of(w, plan, a, result) for result in results]
@@ -45,6 +47,8 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any, addend: 
         fetch_norm(w, plan, a, stream)
     stream.fill()
     # x is there before the weights are: what is to be done to it is done while they are waited for.
+    if addend is not None:
+        w.cluster_wait()
     tokens = given(w, plan, a, stream, asked)
     if plan.norm_bytes:
         w.copy_wait(strips)

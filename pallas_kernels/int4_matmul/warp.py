@@ -298,10 +298,10 @@ class Int4Warp(CodeWords):
         return tuple(Value(v) for v in got)
 
     def shared_store_words(self, address: Value, words: Sequence[Value], constant: int = 0) -> None:
-        """Four words, to `address + constant`, a multiple of 16."""
-        pointer = arith.addi(self._scratch, address.ir)
-        ptx = f"st.shared.v4.b32 [$0 + {constant}], {{$1, $2, $3, $4}};"
-        self._emit(ptx, "r,r,r,r,r", pointer, *(word.ir for word in words))
+        """2 or 4 words, to `address + constant`, a multiple of their bytes."""
+        pointer, names = arith.addi(self._scratch, address.ir), ", ".join(f"${i + 1}" for i in range(len(words)))
+        ptx = f"st.shared.v{len(words)}.b32 [$0 + {constant}], {{{names}}};"
+        self._emit(ptx, ",".join("r" * (len(words) + 1)), pointer, *(word.ir for word in words))
 
     def shared_number(self, address: Value, constant: int = 0) -> Value:
         """The float32 number at `address + constant`."""
