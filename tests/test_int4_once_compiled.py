@@ -1,4 +1,4 @@
-"""The INT4 kernel of small matrices as ptxas compiles it: all its blocks must be on the card at once.
+"""The INT4 kernels of small matrices as ptxas compiles them: all their blocks must be on the card at once.
 
 Opt-in: runs where the CUDA build of JAX is installed (`pip install 'jax[cuda13]'`), with or without a GPU.
 """
@@ -37,3 +37,27 @@ def test_all_blocks_are_on_the_card_and_nothing_is_spilled(
     at_once = -(-blocks // 132)
     assert threads * registers * at_once <= 65536
     assert (shared_bytes + 1024) * (at_once + 1) <= 228 * 1024
+
+
+BLOCK = """
+from pallas_kernels.int4_matmul import gated_once
+from pallas_kernels.int4_matmul.gated_plan import GatedPlan, shape_for
+
+rows, slices, hidden, k = map(int, sys.argv[1:])
+gate_up, down, x, norm = packed(2 * hidden, k), packed(k, hidden), array(jnp.bfloat16, rows, k), array(jnp.float32, k)
+clusters, cluster = shape_for(rows, gate_up, down)
+plan = GatedPlan.of(rows, gate_up, down, 1e-5, clusters, cluster, cluster, slices)
+partial = array(jnp.float32, slices, rows, k) if slices else None
+options = {"clusters": clusters, "cluster": cluster, "sharing": cluster, "norm_eps": 1e-5}
+block = lambda *given: gated_once.gated_mlp(*given, jax.tree.leaves(given[2]), **options)
+compiled(block, x, partial, gate_up, down, norm)
+print(plan.threads, plan.shared_bytes, plan.blocks)
+"""
+
+
+@pytest.mark.parametrize(("rows", "slices"), [(1, 8), (2, 0)])
+def test_a_feed_forward_block_is_on_the_card_at_once(rows: int, slices: int, tmp_path: pathlib.Path) -> None:
+    answer = run_program(BLOCK, rows, slices, 3072, 1024, dump=tmp_path)
+    threads, shared_bytes, blocks = map(int, answer.split())
+    (registers,) = check_reports(tmp_path, "int4_*", 1)
+    assert blocks <= 132 and threads * registers <= 65536 and shared_bytes + 1024 <= 228 * 1024
