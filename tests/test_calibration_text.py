@@ -74,7 +74,7 @@ def test_files_of_a_wrong_type_are_refused_in_one_line(arguments: tuple, message
     text: Any = "a text"
     with pytest.raises(ValueError, match="documents is str; expected a tuple of texts"):
         Calibration(text, (), "a text")
-    with pytest.raises(ValueError, match="samples is True; expected a whole number"):
+    with pytest.raises(ValueError, match="samples=True; expected a whole number"):
         Calibration(("a text",), (), "a text", samples=True)
 
 
@@ -132,7 +132,7 @@ def test_files_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
         Calibration.from_files(tmp_path / "latin.txt")
     with pytest.raises(ValueError, match="no calibration files are given"):
         Calibration.from_files([])
-    with pytest.raises(ValueError, match=r"length is 1; expected a whole number from 2"):
+    with pytest.raises(ValueError, match=r"length=1; expected a whole number from 2"):
         Calibration.bundled(length=1)
 
 

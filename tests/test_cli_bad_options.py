@@ -26,6 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("plan {model} --quantize int5", "--quantize 'int5': expected int4, int4-g128"),
         ("plan {model} --gpu-memory 12", "--gpu-memory '12' is a GPU of 12 bytes; write a size with its unit: 24GiB"),
         ("plan {model} --draft {model} --k 0", "--draft: --k 0; expected 1 to 15 drafted tokens a step"),
+        ("plan {model} --k 4", "--k 4 goes with --draft, the model that drafts so many tokens; give both"),
+        ("quantize {model} --plan int4 --samples 0 --out {out}/store", "--samples 0; expected a whole number from 1"),
+        ("quantize {model} --plan int4 --length 1 --out {out}/store", "--length 1; expected a whole number from 2"),
+        (
+            "quantize {model} --plan int4 --no-judge --samples 9 --out {out}/store",
+            "--samples 9: nothing looks at text; a method that calibrates, or --judge, would",
+        ),
         ("generate {model} --prompt A --kv-dtype a,b", "--kv-dtype 'a,b': a cache can be float32"),
         ("quantize {model} --plan int5 --out {out}/store", "--plan 'int5': expected int4, int4-g128"),
         ("quantize {model} --plan {out}/none.toml --out {out}/store", "none.toml: No such file or directory"),

@@ -70,7 +70,11 @@ def test_calibrating_without_judging(tmp_path: pathlib.Path) -> None:
     options = parser.parse_args(["quantize", "MODEL", "--plan", "int4-gptq", "--out", "x", "--no-judge"])
     found = quantize.calibration_for(options, quantize.resolve("int4-gptq"))
     assert isinstance(found, Calibration) and (found.samples, found.evaluation_samples) == (128, 0)
+    options.samples, options.length = 9, 100
+    found = quantize.calibration_for(options, quantize.resolve("int4-gptq"))
+    assert isinstance(found, Calibration) and (found.samples, found.length) == (9, 100)
     (tmp_path / "a.txt").write_text("\n\n".join(f"Paragraph {number}, of some words." for number in range(400)))
     options.calibration = [str(tmp_path / "a.txt")]
     found = quantize.calibration_for(options, quantize.resolve("int4"))
     assert isinstance(found, Calibration) and (found.source, found.evaluation_samples) == ("a.txt", 0)
+    assert (found.samples, found.length) == (9, 100)

@@ -13,8 +13,10 @@ from jaxinfer.speculative.ngram import check_k
 def run(options: argparse.Namespace) -> int:
     """Prints the plan as text or JSON. Exit code 1 if it does not fit, so that a script can ask."""
     check_picture("--chart", options.chart)
-    if options.draft is not None:
-        check_k(options.k, "--draft")
+    if options.draft is None and options.k is not None:
+        raise ValueError(f"--k {options.k} goes with --draft, the model that drafts so many tokens; give both")
+    num_drafted = 4 if options.k is None else options.k
+    check_k(num_drafted, "--draft")
     start_device()
     plan = memory_plan(
         options.model,
@@ -22,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
         batch=options.batch,
         gpu_memory=options.gpu_memory,
         draft=options.draft,
-        num_drafted=options.k,
+        num_drafted=num_drafted,
         compile=options.compile,
         progress=True,
         **loading(options),

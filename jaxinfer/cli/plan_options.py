@@ -18,7 +18,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory", metavar="SIZE", help="plan for a GPU of that memory, such as 24GiB, that need not be here"
     )
     parser.add_argument("--draft", metavar="MODEL", help="a smaller model that drafts, with a cache of its own")
-    parser.add_argument("--k", type=int, default=4, metavar="N", help="tokens that it drafts a step (4)")
+    parser.add_argument("--k", type=int, metavar="N", help="tokens that it drafts a step, with --draft (4)")
     parser.add_argument(
         "--compile", action="store_true", help="ask XLA what the programs take on this device: exact, some seconds"
     )

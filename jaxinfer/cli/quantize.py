@@ -47,14 +47,19 @@ def calibration_for(options: argparse.Namespace, plan: Plan) -> Calibration | Wi
     if options.calibration is None and options.evaluation is not None:
         raise ValueError("--evaluation goes with --calibration, the text to calibrate with; give both")
     judged = options.judge is not False
+    windows = {name: getattr(options, name) for name in ("samples", "length") if getattr(options, name) is not None}
     if options.calibration is not None:
-        calibration = Calibration.from_files(options.calibration, evaluation=options.evaluation)
+        calibration = Calibration.from_files(options.calibration, evaluation=options.evaluation, **windows)
         return calibration if judged else dataclasses.replace(calibration, evaluation_samples=0)
+    evaluation_samples = EVALUATION_SAMPLES if judged else 0
     if plan.needs_calibration or options.promote_above is not None or options.target is not None:
-        return Calibration.bundled(evaluation_samples=EVALUATION_SAMPLES if judged else 0)
+        return Calibration.bundled(evaluation_samples=evaluation_samples, **windows)
+    calibration = Calibration.bundled(evaluation_samples=evaluation_samples, **{"samples": ERROR_SAMPLES} | windows)
     if not judged:
+        if windows:
+            name, value = next(iter(windows.items()))
+            raise ValueError(f"--{name} {value}: nothing looks at text; a method that calibrates, or --judge, would")
         return None
-    calibration = Calibration.bundled(samples=ERROR_SAMPLES, evaluation_samples=EVALUATION_SAMPLES)
     if options.judge:
         return calibration
     with open_source(options.model, progress=not options.quiet) as source:

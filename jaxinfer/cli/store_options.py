@@ -33,6 +33,13 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
         help="judge by these files; default: a tenth of --calibration, which then calibrates nothing",
     )
     parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="windows of text to calibrate with, from all of it (128; 8 where they only show the weights' errors)",
+    )
+    parser.add_argument("--length", type=int, metavar="N", help="tokens of a window at most (512)")
+    parser.add_argument(
         "--judge",
         action=argparse.BooleanOptionalAction,
         help="report perplexity and KL divergence from the original, and keep them in the store; default: if the model "

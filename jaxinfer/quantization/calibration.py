@@ -91,7 +91,7 @@ class Calibration:
         for name, least in (("samples", 1), ("length", 2), ("evaluation_samples", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}; expected a whole number from {least}")
+                raise ValueError(f"{name}={value!r}; expected a whole number from {least}")
 
     def __repr__(self) -> str:
         return (
