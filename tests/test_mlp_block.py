@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from simulated_cluster_warp import simulate_gated_once, simulate_once_of_sum
 from test_int4_fused import small
-from test_int4_matmul import BF16
+from test_int4_matmul import BF16, make
 
-from pallas_kernels.int4_matmul import PackedInt4, gated_once, to_mosaic
-from pallas_kernels.int4_matmul.gated_plan import GatedPlan
+from pallas_kernels.int4_matmul import PackedInt4, gated_once, int4_gated_mlp_of_sum, int4_matmul_of_sum, to_mosaic
+from pallas_kernels.int4_matmul.gated_plan import GatedPlan, shape_for
+from pallas_kernels.int4_matmul.mlp import gated_shapes_refusal
 from pallas_kernels.int4_matmul.plan import Schedule
 
 EPS, TINY = 1e-5, 1 / 64
@@ -104,13 +105,71 @@ def shapes(hidden: int, inputs: int, group: int = 128) -> tuple[PackedInt4, Pack
     return weight(2 * hidden, inputs), weight(inputs, hidden)
 
 
+@pytest.mark.parametrize(
+    ("rows", "hidden", "inputs", "expected"),
+    [
+        (1, 3072, 1024, (12, 8)),
+        (2, 3072, 1024, (12, 8)),
+        (3, 3072, 1024, None),
+        (1, 1536, 512, (12, 8)),
+        (1, 1024, 512, (8, 4)),
+        (1, 1536, 576, None),
+        (1, 8192, 2048, None),
+        (1, 14336, 4096, None),
+    ],
+)
+def test_small_blocks_of_few_rows_are_one_kernel(rows: int, hidden: int, inputs: int, expected: tuple | None) -> None:
+    weights = shapes(hidden, inputs)
+    assert shape_for(rows, *weights) == expected
+    refusal = gated_shapes_refusal(rows, *weights)
+    assert refusal == (None if expected else "it is for 9 rows and more")
+
+
 def test_block_lowers_for_cuda() -> None:
     gate_up, down = shapes(3072, 1024)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     x, partial = jax.ShapeDtypeStruct((1, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((8, 1, 1024), jnp.float32)
     norm = jax.ShapeDtypeStruct((1024,), jnp.float32)
-    options = {"clusters": 16, "cluster": 4, "norm_eps": EPS}
+    options = {"clusters": 12, "cluster": 8, "sharing": 8, "norm_eps": EPS}
     run = jax.jit(lambda *arguments: gated_once.gated_mlp(*arguments, jax.tree.leaves(arguments[2]), **options))
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         lowered = run.trace(x, partial, gate_up, down, norm).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "slices", "kind", "group"),
+    [(1, 8, "zero_point", 128), (1, 0, "symmetric", 128), (2, 5, "minimum", 64), (2, 16, "zero_point", 32)],
+)
+def test_block_on_the_gpu(rows: int, slices: int, kind: str, group: int) -> None:
+    """A 0.6B model's, and the product behind it, twenty times the same bits; what the kernels write to was NaN."""
+    gate_up, gate_values = make(6144, 1024, group, kind, np.float32)
+    down, down_values = make(1024, 3072, group, kind, np.float32)
+    qkv, qkv_values = make(4096, 1024, group, kind, np.float32)
+    weights = [tiny(weight) for weight in (gate_up, down, qkv)]
+    x, partial, total = stream(rows, slices, 1024)
+    norm = np.random.default_rng(7).uniform(0.5, 1.5, 1024).astype(np.float32)
+
+    @jax.jit
+    def run(x, partial, weights, norm):
+        gate_up, down, qkv = weights
+        left, y = int4_gated_mlp_of_sum(
+            x, partial, gate_up, down, norm=norm, norm_eps=EPS, ahead=jax.tree.leaves(qkv), backend="mosaic"
+        )
+        return left, y, *int4_matmul_of_sum(y, left, qkv, norm=norm, norm_eps=EPS, backend="mosaic")
+
+    arguments = jax.tree.map(jnp.asarray, (x, partial if slices else None, weights, norm))
+    jax.block_until_ready([jnp.full((1 << 16,), jnp.nan) for _ in range(64)])
+    left, y, out, after = (np.asarray(array) for array in run(*arguments))
+    assert left.shape == (12, rows, 1024)
+    for _ in range(20):
+        again = run(*arguments)
+        assert all(np.array_equal(np.asarray(a), b) for a, b in zip(again, (left, y, out, after), strict=True))
+    assert same_sum(y, total)
+    want = expected(y, gate_values * TINY, down_values * TINY, norm)
+    assert np.linalg.norm(left.sum(0, dtype=np.float64) - want) / np.linalg.norm(want) < 4e-3
+    assert same_sum(after, (y.astype(np.float32) + left.sum(0)).astype(BF16))
+    wide, root = normalised(after, norm)
+    want = wide @ (qkv_values * TINY).T * root
+    assert np.linalg.norm(out.astype(np.float64) - want) / np.linalg.norm(want) < 4e-3

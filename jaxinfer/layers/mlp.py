@@ -1,5 +1,7 @@
 """The gated half of the feed-forward block: act(gate(x)) * up(x)."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -59,14 +61,16 @@ def packed_mlp(
     down: Weight,
     down_bias: Float[Array, " hidden"] | None,
     activation: str,
+    ahead: Sequence[jax.Array] = (),
 ) -> tuple[Float[Array, "slices *batch hidden"], Float[Array, "*batch hidden"]] | None:
     """The down projection of `gated_hidden`, in slices, and x settled, where kernels do the block as a whole.
 
-    They do it for packed weights and many rows; for few there are `int4_matmul_fused`'s. Else None.
+    They do it for packed weights, and many rows or small weights; else there are `int4_matmul_fused`'s, and it is None.
+    `ahead`: weights that are read next, which a kernel may bring nearer.
     """
     if not isinstance(gate_up, Packed) or not isinstance(down, Packed) or activation != "silu":
         return None
     y, partial = (x.x, x.partial) if isinstance(x, Pending) else (x, None)
     if gate_up_bias is not None or down_bias is not None or gated_mlp_refusal(y, gate_up, down) is not None:
         return None
-    return int4_gated_mlp_of_sum(y, partial, gate_up, down, norm=norm, norm_eps=eps)
+    return int4_gated_mlp_of_sum(y, partial, gate_up, down, norm=norm, norm_eps=eps, ahead=ahead)

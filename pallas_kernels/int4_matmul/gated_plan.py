@@ -12,8 +12,9 @@ from pallas_kernels.int4_matmul.shared_rows import Rows, row_bytes
 MOST_ROWS = 8
 """Tokens of one operand of an `mma`."""
 MEASURED_ROWS = 2
-SHAPES = ((16, 4), (8, 4))
-"""Clusters, and blocks of each: those of eight blocks were slower for the same numbers of blocks."""
+SHAPES = ((12, 8), (8, 4))
+"""Clusters, and blocks of each. What a block fetches and computes counts, so that there should be many blocks; more
+slices than 12 cost the kernel behind this one time."""
 MOST_BYTES = 227 * 1024
 """Shared memory of a block."""
 
@@ -25,7 +26,7 @@ def shape_for(rows: int, gate_up: Packed, down: Packed) -> tuple[int, int] | Non
     for clusters, cluster in SHAPES:
         if GatedPlan.refusal(rows, gate_up, down, clusters, cluster) is None:
             # A norm takes the more memory, and slices before it.
-            plan = GatedPlan.of(rows, gate_up, down, 1e-6, clusters, cluster, 1, 1)
+            plan = GatedPlan.of(rows, gate_up, down, 1e-6, clusters, cluster, cluster, 1)
             if plan.shared_bytes <= MOST_BYTES:
                 return clusters, cluster
     return None

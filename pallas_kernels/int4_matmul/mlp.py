@@ -1,12 +1,14 @@
-"""A decoder's gated feed-forward block of packed weights for many rows, in three kernels on Hopper."""
+"""A decoder's gated feed-forward block of packed weights on Hopper: three kernels for many rows, one for few."""
 
 import math
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import dispatch
-from pallas_kernels.int4_matmul import tuning, wide, wide_tuning
+from pallas_kernels.int4_matmul import gated_once, gated_plan, tuning, wide, wide_tuning
 from pallas_kernels.int4_matmul.api import Backend, int4_matmul, int4_matmul_fused, refusals_of
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import Fusion
@@ -46,14 +48,22 @@ def gated_slices(
     down: Packed,
     norm: Float32[Array, " in_features"] | None,
     norm_eps: float,
+    ahead: Sequence[jax.Array] = (),
 ) -> tuple[Float[Array, "left *rows out_features"], Float[Array, "*rows in_features"]]:
     """The kernels' `int4_gated_mlp` of y, as the slices that they leave; and y.
 
-    y is x, or where there is `before` and a norm x and the sum of those slices.
+    y is x, or where there is `before` and a norm x and the sum of those slices. The kernel for few rows brings `ahead`,
+    what kernels behind it read, into the L2 cache.
     """
     rows = math.prod(x.shape[:-1])
     before = None if before is None else before.reshape(len(before), rows, -1)
     flat, norm, before = dispatch.in_memory((x.reshape(rows, x.shape[-1]), norm, before))
+    shape = gated_plan.shape_for(rows, gate_up, down)
+    if shape is not None:
+        before = None if before is None else before.astype(jnp.float32)  # as the kernel reads it
+        options = {"clusters": shape[0], "cluster": shape[1], "sharing": shape[1], "norm_eps": norm_eps}
+        slices, y = gated_once.gated_mlp(flat, before, gate_up, down, norm, ahead, **options)
+        return slices.reshape(-1, *x.shape[:-1], slices.shape[-1]), y.reshape(x.shape)
     schedules = wide_tuning.gated_schedules(rows, gate_up, down, jax.devices()[0].device_kind)
     slices, y = wide.gated_mlp(flat, gate_up, down, norm, before, schedules=schedules, norm_eps=norm_eps)
     return slices.reshape(-1, *x.shape[:-1], slices.shape[-1]), y.reshape(x.shape)
@@ -78,6 +88,8 @@ def gated_mlp_refusal(
 def gated_shapes_refusal(rows: int, gate_up: Packed, down: Packed) -> str | None:
     """What of `gated_mlp_refusal` depends on shapes alone, whatever the device."""
     inputs, results = gate_up.shape[1], gate_up.shape[0] // 2
+    if gated_plan.shape_for(rows, gate_up, down) is not None:
+        return None
     if gate_up.shape[0] != 2 * down.shape[1]:
         return f"gate and up have {gate_up.shape[0]} outputs, not twice the {down.shape[1]} inputs of down"
     if results % STAGE:

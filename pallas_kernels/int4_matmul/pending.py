@@ -1,20 +1,24 @@
-"""Products of many rows whose slices are added where their sum is read: in the norm before the next product.
+"""Products whose slices are added where their sum is read: in the norm before the next product.
 
-x + `sum_slices` is what a decoder layer's branch makes of x. XLA would add it in a kernel of its own; the kernel that
-normalises the sum, and brings it into the next product's order, does so on its way.
+x + `sum_slices` is what a decoder layer's branch makes of x. XLA would add it in a kernel of its own. For many rows the
+kernel that normalises the sum, and brings it into the next product's order, does so on its way; for few rows of a small
+matrix the product's kernel itself.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import dispatch
-from pallas_kernels.int4_matmul import wide, wide_tuning
+from pallas_kernels.int4_matmul import once_of_sum, tuning, wide, wide_tuning
 from pallas_kernels.int4_matmul.api import Backend, fused_refusal, int4_matmul, int4_matmul_fused, refusals_of
 from pallas_kernels.int4_matmul.mlp import gated_mlp_refusal, gated_slices, int4_gated_mlp
 from pallas_kernels.int4_matmul.packing_int8 import Packed
+from pallas_kernels.int4_matmul.plan import Fusion, Plan
 
 
 def sum_slices(partial: Float[Array, "slices *rows features"], dtype: DTypeLike) -> Float[Array, "*rows features"]:
@@ -59,6 +63,14 @@ def int4_matmul_of_sum(
     """`int4_matmul` of the RMS-normalised y = x + `sum_slices`(partial), in x's dtype; and y."""
     _check(partial, x)
     options = {"norm_eps": norm_eps, "backend": backend}
+    few = _once_of_sum(x, w, norm_eps, backend)
+    if few is not None:
+        rows = math.prod(x.shape[:-1])
+        sums = partial.reshape(len(partial), rows, -1).astype(jnp.float32)
+        arrays = dispatch.in_memory((x.reshape(rows, -1), sums, norm))
+        how = {"schedule": few.schedule, "out_dtype": x.dtype, "norm_eps": norm_eps}
+        out, y = once_of_sum.int4_matmul_of_sum(*arrays[:2], w, arrays[2], **how)
+        return out.reshape(*x.shape[:-1], -1), y.reshape(x.shape)
     refused = slices_refusal(x, w, backend=backend) or fused_refusal(x, w, **options)
     if refused is not None:
         y = x + wide.added(partial, x.dtype)
@@ -71,6 +83,15 @@ def int4_matmul_of_sum(
     return wide.added(slices, x.dtype).reshape(*x.shape[:-1], -1), y.reshape(x.shape)
 
 
+def _once_of_sum(x: jax.Array, w: Packed, norm_eps: float, backend: Backend | None) -> Plan | None:
+    """The plan of the kernel for few rows that adds slices itself, if it takes the call."""
+    rows = math.prod(x.shape[:-1])
+    if fused_refusal(x, w, norm_eps=norm_eps, backend=backend) is not None or rows > once_of_sum.MOST_ROWS:
+        return None
+    plan = tuning.plan_for(rows, w, jax.devices()[0].device_kind, Fusion(norm_eps=norm_eps))
+    return plan if once_of_sum.refusal(plan) is None else None
+
+
 def int4_gated_mlp_of_sum(
     x: Float[Array, "*rows in_features"],
     partial: Float[Array, "slices *rows in_features"] | None,
@@ -79,9 +100,13 @@ def int4_gated_mlp_of_sum(
     *,
     norm: Float32[Array, " in_features"] | None = None,
     norm_eps: float = 1e-6,
+    ahead: Sequence[jax.Array] = (),
     backend: Backend | None = None,
 ) -> tuple[Float[Array, "left *rows out_features"], Float[Array, "*rows in_features"]]:
-    """`int4_gated_mlp` of y, as the slices that a kernel left; and y, which is x, or x + `sum_slices`(partial)."""
+    """`int4_gated_mlp` of y, as the slices that a kernel left; and y, which is x, or x + `sum_slices`(partial).
+
+    `ahead`: weights that are read next. A kernel that leaves memory idle brings them into the L2 cache.
+    """
     if partial is not None:
         _check(partial, x)
     if partial is not None and norm is None:
@@ -89,7 +114,7 @@ def int4_gated_mlp_of_sum(
     if gated_mlp_refusal(x, gate_up, down, backend=backend) is not None:
         y = x if partial is None else x + wide.added(partial, x.dtype)
         return int4_gated_mlp(y, gate_up, down, norm=norm, norm_eps=norm_eps, backend=backend)[None], y
-    return gated_slices(x, partial, gate_up, down, norm, norm_eps)
+    return gated_slices(x, partial, gate_up, down, norm, norm_eps, ahead)
 
 
 def _check(partial: jax.Array, x: jax.Array) -> None:
