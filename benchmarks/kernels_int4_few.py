@@ -40,7 +40,7 @@ from benchmarks.kernels_int4 import (
     read,
     weights_of,
 )
-from pallas_kernels.int4_matmul import mosaic, strip
+from pallas_kernels.int4_matmul import mosaic, strip, tuning
 from pallas_kernels.int4_matmul.plan import Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.warp import Value
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
@@ -54,9 +54,6 @@ ones the last); its end, and its start and end by the card's clock in nanosecond
 ONE = dataclasses.replace(WIDE, strips=4)
 ASYNCHRONOUS = dataclasses.replace(ONE, bulk=False)
 LONG, HEAD = (12288, 4096), (1024, 151936)
-JOINED = Schedule(16, 3, 2, 2, scaled=True, bulk=True, joined=True)
-HALVED = Schedule(16, 3.5, 2, 2, scaled=True, joined=True)
-"""Pairs of blocks that add up their slices."""
 RESIDUAL = Fusion(residual=True)
 DIGITS = Schedule(warps=16, parts=2, strips=4, depth=3, digits=True)
 """Version 7."""
@@ -89,24 +86,11 @@ CASES = [
     Case(1, *QKV, 6.3, ONE, fusion=NORM),
     Case(1, *OUT, 4.7, ASYNCHRONOUS, fusion=RESIDUAL),
     Case(8, *OUT, 6.0, dataclasses.replace(ASYNCHRONOUS, strips=2), fusion=RESIDUAL),
-    Case(1, *LONG, 8.6, ONE),
-    Case(5, *LONG, 10.1, WIDE),
-    Case(1, *LONG, 9.0, dataclasses.replace(JOINED, depth=3), fusion=RESIDUAL),
-    *(Case(m, *LONG, us, JOINED, fusion=RESIDUAL) for m, us in ((1, 9.2), (5, 10.5), (8, 10.8))),
-    Case(5, *LONG, 10.8, dataclasses.replace(JOINED, bulk=False), fusion=RESIDUAL),
-    Case(1, *DOWN, 10.3, HALVED, fusion=RESIDUAL),
-    Case(5, *DOWN, 11.3, HALVED, fusion=RESIDUAL),
-    Case(1, *DOWN, 10.6, dataclasses.replace(HALVED, bulk=True), group=64, fusion=RESIDUAL),
-    Case(5, *DOWN, 11.3, dataclasses.replace(HALVED, bulk=True), group=64, fusion=RESIDUAL),
-    *(
-        Case(m, *DOWN, us, dataclasses.replace(TALL, blocks=224, joined=True), fusion=RESIDUAL)
-        for m, us in ((1, 10.7), (5, 11.6))
-    ),
-    *(
-        Case(m, *OUT, us, Schedule(16, 1, 2, 3, scaled=True, joined=True), fusion=RESIDUAL)
-        for m, us in ((1, 4.9), (8, 5.7))
-    ),
-    *(Case(m, *HEAD, 26.0, Schedule(4, 2, strips, 3, 528, scaled=True, bulk=True)) for m, strips in ((1, 4), (2, 2))),
+    Case(1, *LONG, 8.9, ONE),
+    Case(5, *LONG, 9.9, WIDE),
+    *(Case(m, *LONG, us, tuning.JOINED[2], fusion=RESIDUAL) for m, us in ((1, 9.6), (5, 10.5), (8, 11.0))),
+    *(Case(m, *DOWN, us, tuning.JOINED[7], fusion=RESIDUAL) for m, us in ((1, 10.6), (5, 11.4))),
+    Case(1, *HEAD, 21.6),
     Case(1, *QKV, 6.5, ONE, group=64, fusion=NORM),
     Case(1, *OUT, 4.7, ASYNCHRONOUS, group=64, fusion=RESIDUAL),
     Case(1, *GATE_UP, 17.8, ONE, group=64, fusion=NORM_GATE),

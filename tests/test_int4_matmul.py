@@ -120,7 +120,6 @@ def test_hopper_kernel_on_simulated_warps(rows, out_features, in_features, group
         Schedule(warps=16, parts=2, strips=2, depth=2, blocks=2),
         Schedule(warps=4, parts=3, strips=2, depth=2, blocks=4, digits=True),
         Schedule(warps=8, parts=2, strips=2, depth=2, blocks=4, scaled=True),
-        Schedule(warps=4, parts=1.5, strips=2, depth=2, blocks=4, scaled=True),
     ],
 )
 def test_every_schedule_computes_the_same(schedule: Schedule) -> None:

@@ -165,7 +165,7 @@ def fused_refusal(
     plan = _fused_plan(rows, w, Fusion(norm_eps, gated, residual))
     if plan is None:
         return _wide_refusal(rows, w, Fusion(norm_eps, gated, residual))
-    return f"{w.shape[1]} inputs are more than a block has" if plan.slices > 1 else None
+    return f"{w.shape[1]} inputs are more than a block has" if plan.partials > 1 else None
 
 
 def _wide_refusal(rows: int, w: Packed, fusion: Fusion) -> str | None:

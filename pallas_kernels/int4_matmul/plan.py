@@ -18,7 +18,7 @@ ROW_PADDING = 4
 class Schedule:
     """What tuning chooses.
 
-    A thread block holds `warps` (a multiple of 4) x `parts` (halves, too) x 128 inputs of x in registers and walks
+    A thread block holds `warps` (a multiple of 4) x `parts` x 128 inputs of x in registers and walks
     through strips of 16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are
     added after every `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they
     should all be resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic,
@@ -30,7 +30,7 @@ class Schedule:
     """
 
     warps: int = 16
-    parts: int | float = 2
+    parts: int = 2
     strips: int = 4
     depth: int = 3
     blocks: int = 132
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def warp_columns(self) -> int:
-        return int(self.schedule.parts * PART)
+        return self.schedule.parts * PART
 
     @property
     def warp_tiles(self) -> int:
@@ -170,8 +170,7 @@ class Plan:
     @property
     def segment(self) -> int:
         """Inputs that are summed before a scale is applied."""
-        segment = min(self.group_size, PART) if self.groups > 1 else PART
-        return segment if self.warp_columns % segment == 0 else COLUMNS
+        return min(self.group_size, PART) if self.groups > 1 else PART
 
     @property
     def segments(self) -> int:

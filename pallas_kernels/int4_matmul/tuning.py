@@ -23,8 +23,20 @@ SHAPES = {
 
 Two blocks of 8 warps x 2 parts need at most 128 registers a thread each, to which ptxas keeps only for 5 to 8 rows.
 """
-SCALED_SHAPES = {1: [(16, 2, 1, 4), (8, 2, 2, 2)], 8: [(16, 2, 1, 2), (8, 2, 2, 2)]}
+SCALED_SHAPES = {
+    1: [(16, 2, 1, 4), (8, 2, 2, 2), (4, 2, 4, 4)],
+    8: [(16, 2, 1, 2), (8, 2, 2, 2), (4, 2, 4, 2)],
+}
 """Beside those, where x is taken in float16 (scaled.py): warps, parts, blocks at once, and strips between additions."""
+JOINED = {
+    2: Schedule(16, 3, 2, 2, 132, scaled=True, joined=True),
+    7: Schedule(8, 2, 2, 3, 7 * 32, scaled=True, joined=True),
+}
+"""Beside those, by slices of the inputs: for clusters of blocks that add up the slices themselves, see joined.py.
+
+As many clusters as 132 multiprocessors run at once: 12288 inputs, K12288 N4096, took 9.6 us for one row and 10.5 for
+five (8.9 and 9.9 and as much as `ADDING_SLICES` and a launch); 14336 inputs 10.6 and 11.4 (9.5 and 10.6).
+"""
 BULK_STRIPS = 3
 """From so many strips a block on, weights come by bulk copies.
 
@@ -32,9 +44,9 @@ With two that took 5.2 us (asynchronous copies: 4.5), with seven 10.3 (10.4) for
 two blocks a multiprocessor 9.5 (10.5) and 10.5 (11.5).
 """
 DIGITS_MAX_ROWS = 8
-ADDING_SLICES = 1.3
-"""Microseconds of the kernel that adds partial sums. Of a small matrix, such as the [1024, 3072] of a 0.6B model, that
-is more than what fewer blocks lose."""
+ADDING_SLICES, JOINING_SLICES = 1.3, 0.6
+"""Microseconds of the kernel that adds partial sums, and of blocks that do it themselves. Of a small matrix, such as
+the [1024, 3072] of a 0.6B model, the first are more than what fewer blocks lose."""
 FUSED_MAX_ROWS = 8
 """Beyond, x is too much of what a block does: a norm in the kernel costs more there than the kernels it saves."""
 
@@ -92,6 +104,12 @@ def _best(plan: Plan, scaled: bool, multiprocessors: int) -> Plan:
         for warps, parts, resident, strips in _of_rows(SCALED_SHAPES, plan.rows):
             schedule = Schedule(warps, parts, strips, blocks=multiprocessors * resident, scaled=True)
             plans += [_streamed(p) for p in _fitted(plan, schedule, resident) if p.even]
+        # Where there is nothing to be added, XLA adds slices on the way of what comes next.
+        if plan.fusion == Fusion(residual=True) and multiprocessors == 132:
+            for slices, schedule in JOINED.items():
+                p = _streamed(dataclasses.replace(plan, schedule=schedule))
+                if p.slices == slices and p.even and _fits(p, -(-schedule.blocks // multiprocessors)):
+                    plans.append(p)
     for warps, parts, resident in _of_rows(SHAPES, plan.rows):
         schedule = Schedule(warps, parts, blocks=multiprocessors * resident, digits=plan.schedule.digits)
         plans += _fitted(plan, schedule, resident)
@@ -112,9 +130,14 @@ def _fitted(plan: Plan, schedule: Schedule, resident: int) -> list[Plan]:
     plans, unit = [], plan.strip_parts
     for depth, strips in itertools.product(range(1, schedule.depth + 1), range(unit, schedule.strips + 1, unit)):
         fitted = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, strips=strips, depth=depth))
-        if (fitted.shared_bytes + RESERVED_BYTES) * resident <= SHARED_BYTES:
+        if _fits(fitted, resident):
             plans.append(fitted)
     return sorted(plans, key=lambda p: (p.schedule.depth * p.schedule.strips, p.schedule.depth))[-1:]
+
+
+def _fits(plan: Plan, resident: int) -> bool:
+    """Whether shared memory has room for so many blocks."""
+    return (plan.shared_bytes + RESERVED_BYTES) * resident <= SHARED_BYTES
 
 
 def _waste(plan: Plan) -> float:
@@ -127,4 +150,5 @@ def _waste(plan: Plan) -> float:
     ragged = 1 - plan.in_features / (plan.slices * plan.block_columns)
     missing = 1 - min(1.0, blocks * plan.slices / plan.schedule.blocks)
     reading = plan.in_features * plan.out_features * plan.bits / 8 / 3e6
-    return reading * (idle + ragged + missing) + (ADDING_SLICES if plan.slices > 1 else 0.0)
+    adding = 0.0 if plan.slices == 1 else JOINING_SLICES if plan.schedule.joined else ADDING_SLICES
+    return reading * (idle + ragged + missing) + adding
