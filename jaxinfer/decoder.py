@@ -7,7 +7,7 @@ from typing import Literal
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxinfer import kv_cache
 from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
@@ -88,6 +88,36 @@ class Tokens:
     page_table: PageTable | None
     rope_tables: dict[RopeConfig, tuple[jax.Array, jax.Array]]
     stage: Stage
+    order: Int32[Array, " ordered"] | None = None
+    """Of tokens that are computed without their rows' padding, side by side in one row: flat places in `positions`."""
+
+    @property
+    def columns(self) -> Int32[Array, "batch tokens"]:
+        """Of each place in `positions` where it comes in `order`; anything in range for what does not."""
+        assert self.order is not None
+        columns = jnp.zeros(self.positions.size, jnp.int32)
+        ordered = jnp.arange(self.order.size, dtype=jnp.int32)
+        return columns.at[self.order].set(ordered, unique_indices=True).reshape(self.positions.shape)
+
+    def in_rows(self, x: Shaped[Array, "rows places features"]) -> Shaped[Array, "batch tokens features"]:
+        """What layers have of their tokens, as attention takes it: padding is zeros."""
+        if self.order is None:
+            return x
+        found = x[0].at[self.columns].get(mode="promise_in_bounds")
+        return jnp.where((self.positions >= 0)[:, :, None], found, jnp.zeros((), x.dtype))
+
+    def out_of_rows(self, x: Shaped[Array, "batch tokens features"]) -> Shaped[Array, "rows places features"]:
+        """Back again."""
+        if self.order is None:
+            return x
+        flat = x.reshape(-1, x.shape[-1])
+        return flat.at[self.order].get(mode="promise_in_bounds", unique_indices=True)[None]
+
+    def one(self, x: Float[Array, "rows places features"], places: Int32[Array, " batch"]) -> jax.Array:
+        """What each row has at one of its places: [batch, 1, features]."""
+        if self.order is None:
+            return one_token(x, places)
+        return x[0].at[jnp.take_along_axis(self.columns, places[:, None], axis=1)].get(mode="promise_in_bounds")
 
 
 def attention_block[Cache: KVCache](
@@ -293,9 +323,11 @@ def decoder_layer[Cache: KVCache](
     """
     with jax.named_scope("attention"):
         qkv, x = norm_linear_of(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
-        heads, cache = attention_block(params, qkv, cache, layer, tokens, config)
-        if wanted is not None:
-            x, heads = one_token(x, wanted), one_token(heads, wanted)
+        heads, cache = attention_block(params, tokens.in_rows(qkv), cache, layer, tokens, config)
+        if wanted is None:
+            heads = tokens.out_of_rows(heads)
+        else:
+            x, heads = tokens.one(x, wanted), one_token(heads, wanted)
         x = add_branch(x, heads, params.o, params.o_bias, params.attn_post_norm, config)
     with jax.named_scope("mlp"):
         block = (params.mlp_norm, config.norm_eps, params.gate_up, params.gate_up_bias)
@@ -328,7 +360,8 @@ def forward[Cache: KVCache](
     stage: Stage,
     context_lengths: Int32[Array, " batch"] | None = None,
     wanted: Int32[Array, " batch"] | None = None,
-) -> tuple[Float[Array, "batch places hidden"], Cache | None]:
+    order: Int32[Array, " ordered"] | None = None,
+) -> tuple[Float[Array, "rows places hidden"], Cache | None]:
     """Runs `token_ids` through all layers and returns normalised hidden states and the updated cache.
 
     `positions` are places in the sequence, -1 for padding. `context_lengths` is the longest each row will become, for
@@ -337,6 +370,10 @@ def forward[Cache: KVCache](
 
     With `wanted`, hidden states are of one token a row, the one at that place of `token_ids`: [batch, 1, hidden]. Of
     many tokens the last layer then computes the projections for attention and no more: an eighth of a layer's products.
+
+    With `order`, which are distinct flat places of `token_ids`, only the tokens there are computed, and padding as far
+    as it is among them: rows are what attention sees, and may be as short as its kernel likes them. All that are not
+    padding must be there, and without `wanted` the result is [1, ordered, hidden].
 
     Layers are unrolled: `scan` over stacked layers copies each layer's slice, 2.75 times slower on an H200.
     """
@@ -348,10 +385,11 @@ def forward[Cache: KVCache](
         for rope in dict.fromkeys(layer.rope for layer in config.layers)
         if rope is not None
     }
-    tokens = Tokens(positions, page_table, tables, stage)
+    tokens = Tokens(positions, page_table, tables, stage, order)
     # Padding is zeros, whatever its id: that token's embedding may be NaN, and attention's 0 * NaN would spread it.
-    x = embed(token_ids, params.embed_tokens, config)
-    x = jnp.where((positions >= 0)[:, :, None], x, jnp.zeros((), x.dtype))
+    x = embed(tokens.out_of_rows(token_ids[:, :, None])[:, :, 0], params.embed_tokens, config)
+    is_token = tokens.out_of_rows((positions >= 0)[:, :, None])
+    x = jnp.where(is_token, x, jnp.zeros((), x.dtype))
     for index, layer in enumerate(params.layers):
         if token_ids.size >= MANY_TOKENS:
             x, layer, cache = jax.lax.optimization_barrier((x, layer, cache))
@@ -359,8 +397,8 @@ def forward[Cache: KVCache](
         with jax.named_scope(f"layer_{index}"):
             x, cache = decoder_layer(layer, x, cache, index, tokens, config, wanted if last else None)
     x = settled(x)
-    if wanted is not None and x.shape[1] > 1:
-        x = one_token(x, wanted)
+    if wanted is not None and x.shape[:2] != (positions.shape[0], 1):
+        x = tokens.one(x, wanted)
     return rms_norm(x, params.norm, config.norm_eps), cache
 
 

@@ -39,26 +39,19 @@ def prefill(
     config: ModelConfig,
     context_lengths: Int32[Array, " batch"] | None = None,
     from_empty: bool = False,
+    order: Int32[Array, " ordered"] | None = None,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
     """Processes a chunk of each row's prompt and returns float32 logits of its last real token.
 
     Row b holds `lengths[b]` real tokens, then padding; its first token sits at position `starts[b]`, and positions
     before that are in the cache already. `from_empty=True` promises that all starts are 0: attention may then read
-    the chunk itself instead of the pages. A row of length 0 is padding and gives logits of no meaning.
+    the chunk itself instead of the pages. A row of length 0 is padding and gives logits of no meaning. `order`: see
+    `decoder.forward`.
     """
     positions = prefill_positions(lengths, starts, tokens.shape[1])
     last = jnp.maximum(lengths - 1, 0)
-    hidden, cache = _forward(
-        params,
-        cache,
-        tokens,
-        positions,
-        page_table,
-        config,
-        context_lengths,
-        "first" if from_empty else "prefill",
-        last,
-    )
+    stage: Stage = "first" if from_empty else "prefill"
+    hidden, cache = _forward(params, cache, tokens, positions, page_table, config, context_lengths, stage, last, order)
     return decoder.logits(params, hidden[:, 0], config), cache
 
 
@@ -153,8 +146,9 @@ def _forward(
     context_lengths: jax.Array | None,
     stage: Stage,
     wanted: jax.Array | None = None,
+    order: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    options = {"config": config, "stage": stage, "context_lengths": context_lengths, "wanted": wanted}
+    options = {"config": config, "stage": stage, "context_lengths": context_lengths, "wanted": wanted, "order": order}
     hidden, new_cache = decoder.forward(params, tokens, positions, cache, page_table, **options)
     assert new_cache is not None
     return hidden, new_cache

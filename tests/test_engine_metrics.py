@@ -122,7 +122,7 @@ def test_programs_of_several_rows_are_for_short_pieces() -> None:
     )
     chosen = settle(config, cases.model())
     programs = Programs(cases.model(), chosen, kv_cache.create(cases.model().config, 2, 4, jnp.float32))
-    assert programs.prefill_sizes() == [(1, 64), (1, 1024), (1, 2048), (4, 64), (4, 1024)]
+    assert programs.prefill_sizes() == [(1, 64, 0), (1, 1024, 0), (1, 2048, 0), (4, 64, 0), (4, 1024, 0)]
 
 
 def test_rows_that_a_call_would_compute_anyway_are_given_to_shorter_pieces() -> None:
@@ -151,7 +151,8 @@ def test_rows_that_a_call_would_compute_anyway_are_given_to_shorter_pieces() -> 
 
 
 def test_pieces_are_laid_into_calls_row_by_row() -> None:
-    """Rows of 4 tokens in calls of 2 or 6: a piece goes on in the next call, and only its last row ends it."""
+    """Calls of 8 tokens in up to 3 rows of 4, or of 24 in up to 7: a piece goes on in the next call, and only its last
+    row ends it. A short row costs a row, not four tokens."""
     config = dataclasses.replace(cases.CONFIG, prefill_tile=4, prefill_lengths=(8, 24))
     chosen = settle(config, cases.model())
     assert chosen.rules.prefill_lengths == (4, 8, 12, 16, 20, 24)
@@ -163,10 +164,13 @@ def test_pieces_are_laid_into_calls_row_by_row() -> None:
         requests[sequence] = requests_for(cases.model(), [sequence.tokens], cases.params(max_tokens=1))[0]
         pieces.append(Piece(sequence, start, length, last))
     calls = list(calls_for(pieces, requests, programs))
-    assert [call.size for call in calls] == [Size("prefill", 6, 4), Size("prefill", 6, 4)]
+    assert [call.size for call in calls] == [
+        Size("prefill", 7, 4, num_ordered=24),
+        Size("prefill", 3, 4, num_ordered=8),
+    ]
     assert [[(row.start, row.length, row.last) for row in call.pieces] for call in calls] == [
-        [(0, 4, False), (4, 4, False), (8, 4, False), (12, 1, True), (8, 4, False), (12, 4, False)],
-        [(16, 1, False), (0, 4, False), (4, 1, True), (0, 2, True)],
+        [(0, 4, False), (4, 4, False), (8, 4, False), (12, 1, True), (8, 4, False), (12, 4, False), (16, 1, False)],
+        [(0, 4, False), (4, 1, True), (0, 2, True)],
     ]
     assert {size.kind for size in programs.expected()} == {
         *("decode", "prefill", "prefill_scored", "start", "blank", "copy")
@@ -203,6 +207,10 @@ def test_calls_hold_every_token_once_in_order(tile, two_weights, shapes) -> None
         assert call.size in known
         assert len(call.pieces) <= call.size.rows
         assert all(piece.length <= call.size.length for piece in call.pieces)
+        if call.size.num_ordered:
+            assert (
+                sum(piece.length for piece in call.pieces) <= call.size.num_ordered < call.size.rows * call.size.length
+            )
         for piece in call.pieces:
             found.setdefault(piece.sequence, []).append(piece)
     assert len(found) == len(pieces)

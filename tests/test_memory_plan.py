@@ -340,6 +340,26 @@ def test_taking_turns_changes_no_result(family: str, monkeypatch: pytest.MonkeyP
         np.testing.assert_allclose(np.asarray(first), np.asarray(second), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("many", [decoder.MANY_TOKENS, 1])
+def test_padding_that_is_left_out_changes_no_result(many: int, monkeypatch: pytest.MonkeyPatch):
+    """Rows as short as a kernel likes them: 4 tokens of 8 of a prompt, a row without tokens, and what follows the 4."""
+    model = ji.load(FAMILIES["llama"].folder, dtype="float32", progress=False)
+    monkeypatch.setattr(decoder, "MANY_TOKENS", many)
+    lengths, starts = jnp.array([4, 0, 3, 1], jnp.int32), jnp.array([0, 0, 0, 4], jnp.int32)
+    ids = jnp.full((4, 4), 7, jnp.int32).at[0].set(jnp.arange(4, dtype=jnp.int32)).at[3, 0].set(9)
+    table = jnp.array([[1, 2], [5, 6], [3, 4], [1, 2]], jnp.int32)
+    results = []
+    # All real tokens, and two places of padding.
+    for order in (None, jnp.array([0, 1, 2, 3, 8, 9, 10, 12, 11, 5], jnp.int32)):
+        jax.clear_caches()
+        cache = kv_cache.create(model.config, 7, 16, model.dtype)
+        found, cache = steps.prefill(model.params, cache, ids, lengths, starts, table, config=model.config, order=order)
+        written = [pool[1:] for pool in (*cache.keys, *cache.values)]
+        results.append((found[jnp.array([0, 2, 3])], *written))
+    for first, second in zip(*results, strict=True):
+        np.testing.assert_allclose(np.asarray(first), np.asarray(second), rtol=1e-5, atol=1e-5)
+
+
 # --- What fits
 
 

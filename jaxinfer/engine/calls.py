@@ -48,7 +48,7 @@ def _grouped(pieces: Sequence[Piece], requests: Mapping[Track, Request], program
     while rest:
         length = rules.padded(rest[0].length)
         num_alike = sum(rules.padded(piece.length) == length for piece in rest)
-        choices = [rows for rows, size in sizes if size == length]
+        choices = [rows for rows, size, _ in sizes if size == length]
         rows = next((n for n in reversed(choices) if 2 * num_alike > n), choices[0])
         of_output = _of_output(rest[0], programs)
         size = Size("prefill", rows, length, from_empty=rest[0].start == 0, of_output=of_output)
@@ -57,32 +57,37 @@ def _grouped(pieces: Sequence[Piece], requests: Mapping[Track, Request], program
 
 
 def _packed(pieces: Sequence[Piece], requests: Mapping[Track, Request], programs: Programs) -> Iterator[Call]:
-    """Pieces in order, each cut into as many rows as it needs. Every call is full but those that end a round, come
-    before a scored piece, which goes alone, or before a piece for other weights.
+    """Pieces in order, each cut into as many rows as it needs. Every call is full, of rows or of tokens, but those that
+    end a round, come before a scored piece, which goes alone, or before a piece for other weights.
 
     A row may continue one of its own call: a layer writes all keys and values before it reads any.
     """
-    sizes = programs.settings.packed
-    most, tile = sizes[-1]
-    waiting = list[Piece]()
+    rooms = programs.settings.packed
+    most = rooms[-1]
+    waiting, num_waiting = list[Piece](), 0
 
-    def call(count: int) -> Call:
-        chosen, waiting[:count] = waiting[:count], []
-        rows = next(rows for rows, _ in sizes if rows >= count)
-        return Call(tuple(chosen), Size("prefill", rows, tile, of_output=_of_output(chosen[0], programs)))
+    def call() -> Call:
+        nonlocal waiting, num_waiting
+        rows, tile, tokens = next(room for room in rooms if room.rows >= len(waiting) and room.tokens >= num_waiting)
+        size = Size("prefill", rows, tile, num_ordered=tokens, of_output=_of_output(waiting[0], programs))
+        made = Call(tuple(waiting), size)
+        waiting, num_waiting = [], 0
+        return made
 
     for piece in pieces:
         scored = _is_scored(piece, requests)
         if waiting and (scored or _of_output(piece, programs) != _of_output(waiting[0], programs)):
-            yield call(len(waiting))
+            yield call()
         if scored:
             yield _scored(piece, requests, programs)
             continue
-        waiting += _rows(piece, tile)
-        while len(waiting) >= most:
-            yield call(most)
+        for row in _rows(piece, most.tile):
+            if len(waiting) == most.rows or num_waiting + row.length > most.tokens:
+                yield call()
+            waiting.append(row)
+            num_waiting += row.length
     if waiting:
-        yield call(len(waiting))
+        yield call()
 
 
 def _rows(piece: Piece, tile: int) -> Iterator[Piece]:

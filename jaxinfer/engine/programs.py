@@ -61,6 +61,8 @@ class Size:
     width: int = 0
     """Pages of a row, of decode and scoring."""
     from_empty: bool = False
+    num_ordered: int = 0
+    """Tokens that a prefill computes of those that its rows have room for, if that is not all."""
     of_output: bool = False
     """Prefill of generated tokens, where prompts have weights of their own."""
     layout: SamplerLayout | None = None
@@ -135,31 +137,32 @@ class Programs:
                     for drafted in settings.drafted:
                         yield Size("decode", rows=rows, width=width, layout=layout, num_drafted=drafted)
         begun = (True, False) if settings.continues else (True,)
-        for rows, length in self.prefill_sizes():
+        for rows, length, num_ordered in self.prefill_sizes():
             for from_empty in (False,) if settings.packed else begun:
-                yield Size("prefill", rows=rows, length=length, from_empty=from_empty)
+                yield Size("prefill", rows, length, from_empty=from_empty, num_ordered=num_ordered)
             if settings.rules.two_weights and settings.rereads:
-                yield Size("prefill", rows=rows, length=length, of_output=True)
+                yield Size("prefill", rows, length, num_ordered=num_ordered, of_output=True)
         scored = self.scored_sizes() if settings.scored else []
         for rows, length in scored:
             for count in settings.scored:
                 for from_empty in begun:
                     yield Size("prefill_scored", rows, length, from_empty=from_empty, num_logprobs=count)
         for layout in settings.layouts:
-            for rows in sorted({rows for rows, _ in (*self.prefill_sizes(), *scored)}):
+            for rows in sorted({rows for rows, *_ in (*self.prefill_sizes(), *scored)}):
                 yield Size("start", rows=rows, layout=layout)
             yield Size("blank", layout=layout)
         yield Size("copy")
         if settings.host_pages:
             yield from (Size("gather"), Size("scatter"))
 
-    def prefill_sizes(self) -> list[tuple[int, int]]:
-        """(rows, length) of prefill programs: a single row of any length, several while they make a call fuller."""
+    def prefill_sizes(self) -> list[tuple[int, int, int]]:
+        """(rows, length, num_ordered) of prefill programs: a single row of any length, several while they make a call
+        fuller."""
         rules = self.settings.rules
         if self.settings.packed:
             return [*self.settings.packed]
         return [
-            (rows, length)
+            (rows, length, 0)
             for rows in self.settings.prefill_rows
             for length in rules.prefill_lengths
             if rows == self.settings.prefill_rows[0] or rows * length <= min(rules.max_prefill_tokens, FULL_CALL)
@@ -168,7 +171,7 @@ class Programs:
     def scored_sizes(self) -> list[tuple[int, int]]:
         """(rows, length) of prefill programs that score their only piece, ascending by length."""
         if self.settings.packed:
-            return [(1, rows * length) for rows, length in self.settings.packed]
+            return [(1, room.tokens) for room in self.settings.packed]
         return [(self.settings.prefill_rows[0], length) for length in self.settings.rules.prefill_lengths]
 
     def _key_of(self, size: Size) -> tuple[object, ...]:
@@ -206,6 +209,8 @@ class Programs:
             batch = (ints(rows, size.length), ints(rows), ints(rows), table)
             options = {"config": config, "context_lengths": ints(rows), "from_empty": size.from_empty}
             if size.kind == "prefill":
+                if size.num_ordered:
+                    options["order"] = ints(size.num_ordered)
                 params = self._params if size.of_output else self._prompt_params
                 return steps.outermost_prefill.lower(params, self._cache, *batch, **options)
             return steps.outermost_prefill_scored.lower(

@@ -140,7 +140,8 @@ class Runner:
             _, table = self.tables.chosen((), rows, self.settings.page_widths[-1])
             params = self.model.params if size.of_output else self.model.prompt_params
             arguments = (params, self.cache, tokens, nothing, nothing, table, *targets)
-            *_, self.cache = program(*arguments, context_lengths=nothing)
+            options = {"order": _order(nothing, size)} if size.num_ordered else {}
+            *_, self.cache = program(*arguments, context_lengths=nothing, **options)
         elif size.kind == "copy":
             scratch = np.full(COPIES, SCRATCH_PAGE, np.int32)
             self.cache = program(self.cache, scratch, scratch)
@@ -198,7 +199,8 @@ class Runner:
             piece.sequence.booked.appendleft(Booking(0, 0.0))  # read before the token that this piece may give
             yield Work("prefill", scores, padded, num_tokens, now, piece)
         else:
-            logits, self.cache = program(*arguments, context_lengths=contexts)
+            options = {"order": _order(lengths, call.size)} if call.size.num_ordered else {}
+            logits, self.cache = program(*arguments, context_lengths=contexts, **options)
             yield Work("prefill", logits, padded, num_tokens, now)
         started: list[tuple[int, Track]] = []
         for row, piece in enumerate(call.pieces):
@@ -257,6 +259,12 @@ class Runner:
     ) -> tuple[DecodedChunk, StepCounts | None]:
         self.cache, self.state, chunk = program(self.model.params, self.cache, self.state, slots, table)
         return chunk, None
+
+
+def _order(lengths: np.ndarray, size: Size) -> np.ndarray:
+    """Flat places of the rows' tokens, then as much of their padding as the program computes: int32 [num_ordered]."""
+    is_padding = np.arange(size.length)[None, :] >= lengths[:, None]
+    return np.argsort(is_padding.reshape(-1), kind="stable")[: size.num_ordered].astype(np.int32)
 
 
 def on_its_way[Tree](outputs: Tree) -> Tree:

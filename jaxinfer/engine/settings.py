@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+import typing
 from collections.abc import Callable
 
 import jax
@@ -24,6 +25,16 @@ from pallas_kernels.paged_attention import reads_lengths
 
 CPU_POOL_BYTES = 2 * 2**30
 """Most that a CPU's pool takes by default: zeroing more would delay the first token."""
+
+
+class Room(typing.NamedTuple):
+    """What a prefill program has room for, into which pieces are laid row by row."""
+
+    rows: int
+    """More than its tokens fill: the last row of a piece may be short, and costs no more than its tokens."""
+    tile: int
+    """Tokens of a row."""
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +60,9 @@ class Settings:
     prefix_cache: bool = True
     tiers: Tiering | None = None
     """Of a tiered cache: its pools. `num_pages` is all of them then."""
-    packed: tuple[tuple[int, int], ...] = ()
-    """(rows, tokens of a row) of prefill programs into which pieces are laid row by row, ascending. Empty: a row is a
-    piece, and `prefill_rows` and the rules have their sizes."""
+    packed: tuple[Room, ...] = ()
+    """Of prefill programs into which pieces are laid row by row, ascending. Empty: a row is a piece, and `prefill_rows`
+    and the rules have their sizes."""
 
     @property
     def rereads(self) -> bool:
@@ -102,7 +113,7 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
     # The most that a call computes, of prompts or of scoring; a round may have several.
     most = lengths[-1] * (1 if packed else config.prefill_rows[0])
     call = max(most, min(tokens, Limits.default().prefill_tokens))
-    sampled = max(batch * (1 + spare), packed[-1][0] if packed else 0)
+    sampled = max(batch * (1 + spare), packed[-1].rows if packed else 0)
     budget = functools.partial(_pool_bytes, model, config.memory_fraction, call, sampled)
     tiers = None
     if isinstance(model.kv_dtype, TieredKV):
@@ -230,15 +241,15 @@ def _ladder(first: int, factor: int, last: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
-def _packed(tile: int | None, lengths: tuple[int, ...], *, drafts: bool) -> tuple[tuple[int, int], ...]:
-    """(rows, tokens of a row) of calls of `lengths` tokens, none without a tile."""
+def _packed(tile: int | None, lengths: tuple[int, ...], *, drafts: bool) -> tuple[Room, ...]:
+    """Of calls of `lengths` tokens, none without a tile. Prompts of eight rows and more find a row for each end."""
     if tile is None:
         return ()
     if drafts:
         raise ValueError(f"prefill_tile={tile} with a draft, whose prompts are computed piece by piece; leave one out")
     if any(length % tile for length in lengths):
         raise ValueError(f"prefill_lengths={lengths}: expected multiples of prefill_tile={tile}")
-    return tuple((length // tile, tile) for length in lengths)
+    return tuple(Room(length // tile + max(1, length // tile // 8), tile, length) for length in lengths)
 
 
 def _multiples(of: int, last: int) -> tuple[int, ...]:
