@@ -316,10 +316,12 @@ def decoder_layer[Cache: KVCache](
     tokens: Tokens,
     config: ModelConfig,
     wanted: Int32[Array, " batch"] | None = None,
+    following: LayerParams | None = None,
 ) -> tuple[Residual, Cache | None]:
     """One layer: attention and MLP, each with the norms its family has before and after.
 
     With `wanted` the result is that of one token a row: what follows attention is not computed for the others.
+    `following` is the layer behind this one, whose weights a kernel may bring nearer.
     """
     with jax.named_scope("attention"):
         qkv, x = norm_linear_of(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
@@ -331,7 +333,8 @@ def decoder_layer[Cache: KVCache](
         x = add_branch(x, heads, params.o, params.o_bias, params.attn_post_norm, config)
     with jax.named_scope("mlp"):
         block = (params.mlp_norm, config.norm_eps, params.gate_up, params.gate_up_bias)
-        kernels = packed_mlp(x, *block, params.down, params.down_bias, config.activation)
+        ahead = jax.tree.leaves(following)
+        kernels = packed_mlp(x, *block, params.down, params.down_bias, config.activation, ahead)
         if kernels is not None:
             partial, x = kernels
             if params.mlp_post_norm is None and config.residual_multiplier == 1.0:
@@ -394,8 +397,9 @@ def forward[Cache: KVCache](
         if token_ids.size >= MANY_TOKENS:
             x, layer, cache = jax.lax.optimization_barrier((x, layer, cache))
         last = index == len(params.layers) - 1 and token_ids.size >= MANY_TOKENS
+        following = params.layers[index + 1] if index + 1 < len(params.layers) else None
         with jax.named_scope(f"layer_{index}"):
-            x, cache = decoder_layer(layer, x, cache, index, tokens, config, wanted if last else None)
+            x, cache = decoder_layer(layer, x, cache, index, tokens, config, wanted if last else None, following)
     x = settled(x)
     if wanted is not None and x.shape[:2] != (positions.shape[0], 1):
         x = tokens.one(x, wanted)
