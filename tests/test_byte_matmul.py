@@ -127,6 +127,15 @@ def test_explain_says_why_not_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(*abstract(1, (256, 512))) == "it is not known to be faster than XLA with 1 rows"
     assert reason(*abstract(1, (256, 512)), backend="mosaic") == ""
     assert reason(*abstract(65, (256, 512))) == "it takes 1 to 64 rows, not 65"
+    outputs = jax.ShapeDtypeStruct((256,), jnp.float32)
+    for rows, inputs, dtype, why in (
+        (16, 4096, jnp.int8, ""),
+        (16, 4096, E4M3, "it is not known to be faster than XLA with 16 rows"),
+        (16, 1024, jnp.int8, "it is not known to be faster than XLA with 16 rows"),
+        (8, 4096, jnp.int8, "it is not known to be faster than XLA with 8 rows"),
+    ):
+        activations, bytes_, _ = abstract(rows, (256, inputs))
+        assert reason(activations, bytes_.update(dtype=dtype), outputs, None) == why
     assert "needs bfloat16" in reason(x.update(dtype=jnp.float32), codes, scales)
     small = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     assert "blocks of a multiple of 16 outputs and of 128 inputs" in reason(x, codes, small, (64, 64))

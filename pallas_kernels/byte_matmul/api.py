@@ -20,13 +20,16 @@ from pallas_kernels.int4_matmul.rows import KINDS
 Backend = Literal["mosaic", "reference"]
 MOST_ROWS = 64
 """Of x in the kernel's registers."""
-TAKEN = {True: range(2, MOST_ROWS + 1), False: range(0)}
-"""With how many rows it is taken unless another is asked for, by whether there are blocks: what has not been measured
-is not. For one row XLA's reduction over the weight's rows is as fast.
+IN_BLOCKS, INT8 = range(2, MOST_ROWS + 1), range(12, 33)
+"""With how many rows it is taken unless another is asked for: codes in blocks, and int8 with a scale for each output.
 
 On an H200, K4096 N14336, e4m3 in blocks, microseconds of the kernel (XLA): 1 row 20.2 (19.2), 2 rows 20.4 (24.3), 8
-rows 20.9 (31.7), 16 rows 23.3 (39.4), 32 rows 25.9 (58.4), 64 rows 45.2 (95.0).
+rows 20.9 (31.7), 16 rows 23.3 (39.4), 32 rows 25.9 (58.4), 64 rows 45.2 (95.0); int8: 1 row 20.9 (18.2), 2 rows 21.0
+(18.8), 8 rows 20.6 (19.2), 12 rows 22.6 (24.9), 16 rows 22.8 (25.6), 24 rows 23.9 (29.8), 32 rows 27.2 (30.4), 64 rows
+43.3 (38.4); e4m3 with a scale for each output: 8 rows 20.3 (18.9), 16 rows 22.2 (21.3), so never.
 """
+LONG_ROW = 4096
+"""Inputs from which int8 is taken: of 1024, a draft's head, the kernel was slower for one row and for two."""
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 CODES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -104,7 +107,7 @@ def byte_matmul(
     rows = math.prod(x.shape[:-1])
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     refusals = {"mosaic": mosaic_refusal(rows, x.dtype, dtype, codes, block), "reference": None}
-    if backend is None and rows not in TAKEN[block is not None]:
+    if backend is None and not _faster(rows, codes, block):
         refusals["mosaic"] = refusals["mosaic"] or f"it is not known to be faster than XLA with {rows} rows"
     choices = dispatch.choose("byte_matmul", refusals, backend, or_last=True)
     if explain:
@@ -119,6 +122,13 @@ def byte_matmul(
     else:
         out = reference.byte_matmul(flat, codes, scales, block=block, out_dtype=dtype)
     return out.reshape(*x.shape[:-1], out_features)
+
+
+def _faster(rows: int, codes: jax.Array, block: reference.Block | None) -> bool:
+    """Whether the kernel has been measured to be faster than XLA."""
+    if block is not None:
+        return rows in IN_BLOCKS
+    return codes.dtype == jnp.int8 and codes.shape[1] >= LONG_ROW and rows in INT8
 
 
 def schedule_for(rows: int, weight: ByteRows, device_kind: str) -> Schedule:
