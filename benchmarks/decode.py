@@ -31,7 +31,7 @@ from jaxinfer.model import default_dtype
 from jaxinfer.quantization.plan import HEAD, Plan, Precision, Rule, resolve
 
 SHAPES = ROOT / "shapes"
-HEADS = {"int8": Precision(8), "fp8": Precision(8, method="fp8")}
+HEADS = {"int8": Precision(8), "fp8": Precision(8, method="fp8"), "int4": Precision(4, 128)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,9 @@ def main() -> None:
     codes = parser.add_mutually_exclusive_group()
     codes.add_argument("--int4", action="store_true", help="packed layers: random ones, or a GGUF file's as they are")
     codes.add_argument("--quantize", metavar="PLAN", help="random weights of a plan: a preset or a .toml file")
-    parser.add_argument("--head", choices=HEADS, help="a head of 8 bits, where the rest is as the other options say")
+    parser.add_argument(
+        "--head", choices=HEADS, help="a head of 8 or 4 bits, where the rest is as the other options say"
+    )
     parser.add_argument("--kv", help="dtype of the key-value cache; by default that of the weights")
     parser.add_argument("--batch", type=int, nargs="*", default=[])
     parser.add_argument("--prompt", type=int, default=128)

@@ -23,10 +23,10 @@ from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.harness import RESULTS, Recorder
-from benchmarks.kernels_int4 import BF16, DOWN, GATE_UP, NORM, NORM_GATE, OUT, QKV, Case, random_weight
+from benchmarks.kernels_int4 import BF16, DOWN, GATE_UP, NORM, NORM_GATE, OUT, QKV, TALL, Case, random_weight
 from pallas_kernels.int4_matmul import int4_matmul_of_sum, int4_slices, mosaic, sum_slices, tuning
 from pallas_kernels.int4_matmul.mlp import gated_slices
-from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Schedule
+from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.paged_attention import decode_attention
 
 STEPS, CALLS = 24, 6
@@ -60,9 +60,15 @@ LARGE = Model(
     layers=8,
     heads=32,
     kv_heads=8,
-    products={"qkv": (QKV, NORM), "o": (OUT, RESIDUAL), "gate_up": (GATE_UP, NORM_GATE), "down": (DOWN, PLAIN)},
-    ways={NOW: {}, "version 7 for qkv and o": {"qkv": DIGITS, "o": DIGITS}},
-    predicted={(1, NOW): 48.5, (1, "version 7 for qkv and o"): 50.1, (8, NOW): 58.9},
+    products={"qkv": (QKV, NORM), "o": (OUT, RESIDUAL), "gate_up": (GATE_UP, NORM_GATE), "down": (DOWN, RESIDUAL)},
+    ways={NOW: {}, "slices added by XLA": {"down": TALL}, "version 7 for qkv and o": {"qkv": DIGITS, "o": DIGITS}},
+    predicted={
+        (1, NOW): 48.0,
+        (1, "slices added by XLA"): 48.9,
+        (1, "version 7 for qkv and o"): 50.1,
+        (8, NOW): 58.0,
+        (8, "slices added by XLA"): 59.4,
+    },
 )
 DRAFT = {
     "qkv": ((1024, 4096), NORM),
@@ -142,6 +148,8 @@ def program(model: Model, way: str, rows: int) -> Any:
         if fusion.residual:
             given["residual"] = residual
         schedule = schedules.get(name) or tuning.plan_for(rows, weight, fusion=fusion).schedule
+        if Plan.of(rows, weight, schedule).partials > 1:
+            fusion, given = PLAIN, {}
         out = mosaic.int4_matmul(x, weight, **given, schedule=schedule, out_dtype=BF16, fusion=fusion)
         return out if name in ("qkv", "gate_up") or fusion.residual else residual + out
 
