@@ -31,7 +31,7 @@ MEASURED = {
     (64, 14336, 4096): WideSchedule(64, tiles=2, slices=8, cluster=2),
     (64, 4096, 4096): WideSchedule(64, slices=3, cluster=4, blocks=112),
     (64, 4096, 6144): WideSchedule(64, slices=2, cluster=4, blocks=112),
-    (128, 4096, 6144): WideSchedule(128, slices=2, cluster=4, blocks=112),
+    (128, 4096, 6144): WideSchedule(128, warpgroups=1, cluster=4, blocks=112),
     (256, 4096, 14336): WideSchedule(256, cluster=4, blocks=112),
     (256, 4096, 28672): WideSchedule(128, tiles=2, cluster=4, blocks=112, turns=2),
     (256, 14336, 4096): WideSchedule(128, slices=2, cluster=2),
