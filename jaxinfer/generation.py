@@ -169,8 +169,12 @@ def _groups(
 def _run(
     model: Model, groups: Sequence[Sequence[Request]], speculation: Speculation | None
 ) -> Generator[Delta, None, None]:
-    """Runs batch after batch. No name holds a batch: its cache is gone before the next one's is allocated."""
-    for group in groups:
+    """Runs batch after batch. No name holds a batch: its cache is gone before the next one's is allocated.
+
+    The longest prompts have the first rows, with which attention's kernels begin.
+    """
+    for requests in groups:
+        group = sorted(requests, key=lambda request: -len(request.prompt))
         if speculation is None:
             batch = TieredBatch if isinstance(model.kv_dtype, TieredKV) else Batch
             yield from batch(model, group, Limits.default()).run()

@@ -42,6 +42,7 @@ class Case:
     warps: int | None = None
     depth: int | None = None
     most_halves: int | None = None
+    late_values: bool | None = None
 
     @property
     def batch(self) -> int:
@@ -64,7 +65,7 @@ class Case:
             kv=self.kv,
             **{name: getattr(self, name) for name in names},
         )
-        schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth", "most_halves")}
+        schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth", "most_halves", "late_values")}
         return dataclasses.replace(plan, **{name: value for name, value in schedule.items() if value is not None})
 
     def decode_plan(self) -> decode_mosaic.DecodePlan:

@@ -49,6 +49,9 @@ CASES = [
 ]
 # Fewer rows a block than fit, the last block has the fewest.
 CASES.append(Case((70, 20), tokens=5, q_heads=4, kv_heads=1, rotary_dim=64, splits=2, warps=4, most_halves=1))
+CASES.append(
+    Case((0, 1, 17, 127), head_dim=128, kv_heads=1, rotary_dim=128, splits=1, warps=4, depth=1, late_values=True)
+)
 SEVERAL = [case for case in CASES if case.tokens > 1]
 
 

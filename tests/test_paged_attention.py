@@ -89,9 +89,9 @@ def test_lowers_for_cuda(case):
         (1, 3, 2048, 24, 8),
         (16, 8, 64, 256, 4),  # two small blocks for each multiprocessor beat one large one
         (32, 8, 64, 512, 4),
-        (64, 8, 128, 1024, 4),  # clusters of two even out ragged rows
+        (64, 8, 128, 512, 4),  # more rows, the longest first, do without clusters of two
         (64, 8, 256, 512, 4),
-        (128, 8, 128, 1024, 4),  # and very many rows do without
+        (256, 8, 128, 2048, 4),
     ],
 )
 def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):
@@ -106,6 +106,7 @@ def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):
         scale=1.0,
     )
     assert (batch * kv_heads * got.splits, got.warps) == (blocks, warps)
+    assert got.late_values == (batch == 256)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ class Plan:
 
     `kv` is what pages hold: bfloat16, or a format of `formats.py`. `splits` blocks of `warps` warps share one
     (sequence, KV head, block of query rows); each warp keeps `depth` tiles of 16 keys in flight. `most_halves` limits
-    the rows of a block, in units of 8, below what fits in registers.
+    the rows of a block, in units of 8, below what fits in registers. With `late_values` a tile's values are asked for
+    when the weights of the tile before are known, and not with its keys: fewer registers.
     """
 
     batch: int
@@ -55,6 +56,7 @@ class Plan:
     warps: int = 8
     depth: int = 2
     most_halves: int | None = None
+    late_values: bool = False
 
     @property
     def group(self) -> int:
@@ -206,10 +208,8 @@ def plan_for(
     room = pages_per_row * page_size
     if groups > MULTIPROCESSORS // 2:
         # Two or more small blocks on each multiprocessor: 98 % of the memory's speed at depth 1. A cluster of two evens
-        # out what does not divide, and rows that differ in length; rows of thousands of tokens do without, and so do
-        # very many rows, the longest first.
-        many, uneven = 3 * MULTIPROCESSORS, 1024 <= room <= 2048
-        splits = 1 if groups > 2 * many or (groups > many and not uneven) else 2
+        # out what does not divide, and rows that differ in length; more rows, the longest first, do without.
+        splits = 1 if groups > 3 * MULTIPROCESSORS else 2
         warps, depth = 4, 1
     else:
         # One large block on each. Clusters of 16 were slower than of 8 even where half the multiprocessors idle.
@@ -228,11 +228,13 @@ def plan_for(
         if measured and tokens > 1 and plan.halves > 1 and blocks <= MULTIPROCESSORS:
             # Few rows for each block: for 5 tokens of 4 heads faster on an H200 than all 20 in one block.
             return dealt
+    # With so many blocks a third on each multiprocessor pays, for which a thread may have 168 registers.
+    late = groups >= 12 * MULTIPROCESSORS and not plan.quantised and head_dim == 128 and plan.rows in (4, 8)
     if plan.quantised:
         depth = 2
     while splits > 1 and splits * warps > tiles:  # no block without a tile for each of its warps
         splits //= 2
-    return dataclasses.replace(plan, splits=splits, warps=warps, depth=1 if wide else depth)
+    return dataclasses.replace(plan, splits=splits, warps=warps, depth=1 if wide else depth, late_values=late)
 
 
 def _chunks(row_bytes: int, lanes: int) -> list[tuple[int, int]]:

@@ -64,11 +64,12 @@ class Tiles:
         slot = self.first_key(i) // self.plan.page_size
         return self.w.load_i32(self.page_table, self.page_table_row + slot, slot < self.plan.pages_per_row)
 
-    def read(self, i: Any, page: Any) -> tuple[Any, Any, Any, Any]:
+    def read(self, i: Any, page: Any, late: Any = None) -> tuple[Any, Any, Any, Any]:
         """Starts the reads of tile i: words of keys [2 halves][chunk] and values [4 keys][chunk], and with scales
         those of the keys and values [4 keys], in the order of the values.
 
-        Positions from `length` on read as zero.
+        Positions from `length` on read as zero. `late`, a condition that is true, is one more of the values' reads,
+        which can then not start before it is known.
         """
         w, plan, pools = self.w, self.plan, self.pools
         key = self.first_key(i)
@@ -77,8 +78,10 @@ class Tiles:
         own = key - self.length
         value = self.quad * 2  # this lane's values are this one and those after it in VALUE_STEPS
 
-        def words(pages: Any, first: Any, step: int, chunks: list[tuple[int, int]], lane: Any) -> list[Any]:
-            valid = own + first < -step
+        def words(
+            pages: Any, first: Any, step: int, chunks: list[tuple[int, int]], lane: Any, late: Any = None
+        ) -> list[Any]:
+            valid = own + first < -step if late is None else (own + first < -step) & late
             got = []
             for start, size in chunks:
                 # Lanes are `size` bytes apart; chunks of one size share an address.
@@ -94,5 +97,5 @@ class Tiles:
 
         keys = [words(pools.k_pages, self.group, step, plan.key_chunks, self.quad) for step in (0, 8)]
         k_scales = scales(pools.k_scales)
-        values = [words(pools.v_pages, value, step, plan.value_chunks, self.group) for step in VALUE_STEPS]
+        values = [words(pools.v_pages, value, step, plan.value_chunks, self.group, late) for step in VALUE_STEPS]
         return keys, values, k_scales, scales(pools.v_scales)
