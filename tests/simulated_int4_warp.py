@@ -138,11 +138,13 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
         halves = self._bytes(word).view(dtype).astype(np.float16)
         return tuple(np.ascontiguousarray(halves[:, i : i + 2]).view(np.int32)[:, 0] for i in (0, 2))
 
-    def digits(self, words: list[np.ndarray], factor: np.ndarray) -> tuple[np.ndarray, ...]:
+    def digits(self, words: list[np.ndarray], factor: np.ndarray, *, balanced: bool = False) -> tuple[np.ndarray, ...]:
         numbers = np.concatenate([self._halves(word) for word in words], axis=1).view(ml_dtypes.bfloat16)
         scaled = np.nan_to_num(np.rint(numbers.astype(np.float64) * factor[:, None])).astype(np.int32)
-        assert (np.abs(scaled) < 1 << 22).all()
+        assert (np.abs(scaled) < 1 << (21 if balanced else 22)).all()
         in_order = scaled[:, [0, 2, 1, 3]]
+        if balanced:
+            in_order = (in_order + 0x8080) ^ 0x8080
         bytes_ = [(in_order >> 8 * i).astype(np.int8) for i in range(3)]
         return tuple(np.ascontiguousarray(byte).view(np.int32)[:, 0] for byte in bytes_)
 

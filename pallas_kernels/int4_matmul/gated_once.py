@@ -18,13 +18,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.int4_matmul.ahead import Ahead, fetch_ahead
 from pallas_kernels.int4_matmul.blocks import run_blocks
-from pallas_kernels.int4_matmul.cluster_sum import Addend
+from pallas_kernels.int4_matmul.cluster_sum import Addend, ClusterSum
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan
-from pallas_kernels.int4_matmul.once import ask, fetch_norm, given, norm_of_warp, read_all
+from pallas_kernels.int4_matmul.once import fetch_norm, norm_of_warp, read_all
 from pallas_kernels.int4_matmul.operands import Halves
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.shared_rows import SharedTokens
+from pallas_kernels.int4_matmul.planes import Planes
+from pallas_kernels.int4_matmul.row import Row
+from pallas_kernels.int4_matmul.shared_rows import SharedRow, SharedTokens
 from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.strip import Arguments, arguments_of, over_warps, put, root_of, totals_of
 
@@ -81,7 +83,11 @@ def feed_forward(
     first = plan.gate_up
     stream, later = GateStream(w, plan, gate_up.weights, block), DownStream(w, plan, down.weights, block)
     w.expect_sent(plan.barriers[1], 2 * plan.rows * plan.features)
-    asked = ask(w, first, gate_up, stream, block, addend)
+    addition, rows = None, []
+    if addend is None:
+        rows = [Row(w, first, gate_up.x, gate_up.norm, stream.first_tile, None, row) for row in range(plan.rows)]
+    else:
+        addition = ClusterSum(w, addend, gate_up.x, block)
     w.cluster_arrive()
     w.warp_barrier()  # without it, ptxas would move these loads behind the wait for the weights
     if first.norm_bytes:
@@ -89,12 +95,16 @@ def feed_forward(
     stream.fill()
     later.fill()
     w.cluster_wait()
-    tokens = given(w, first, gate_up, stream, asked)
+    if addition is not None:
+        addition.send()
+        x = addition.arrived()
+        rows = [SharedRow(w, first, x, gate_up.norm, stream.first_tile, None, row) for row in range(plan.rows)]
     if first.norm_bytes:
         w.copy_wait(plan.strips + later.depth)
         w.warp_barrier()
-        tokens.read_norm(norm_of_warp(w, first))
-    x, hidden = Halves(w, first, tokens), Halves(w, plan.down, Hidden(w, plan))
+        for row in rows:
+            row.read_norm(norm_of_warp(w, first))
+    x, hidden = Planes(w, first, rows, plan.planes_of(w.warp)), Halves(w, plan.down, Hidden(w, plan))
     x.prepare()
     w.copy_wait(later.depth)
     w.warp_barrier()

@@ -2,16 +2,15 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from pallas_kernels.int4_matmul.cluster_sum import SumPlan
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, Fusion, Plan, Schedule
+from pallas_kernels.int4_matmul.planes import MOST_TOKENS, Planes
 from pallas_kernels.int4_matmul.shared_rows import Rows, row_bytes
 
-MOST_ROWS = 8
-"""Tokens of one operand of an `mma`."""
-MEASURED_ROWS = 2
 SHAPES = ((12, 8), (8, 4))
 """Clusters, and blocks of each. What a block fetches and computes counts, so that there should be many blocks; more
 slices than 12 cost the kernel behind this one time."""
@@ -21,8 +20,6 @@ MOST_BYTES = 227 * 1024
 
 def shape_for(rows: int, gate_up: Packed, down: Packed) -> tuple[int, int] | None:
     """Clusters, and blocks of each, for a block that is faster in one kernel than in several; None for others."""
-    if rows > MEASURED_ROWS:
-        return None
     for clusters, cluster in SHAPES:
         if GatedPlan.refusal(rows, gate_up, down, clusters, cluster) is None:
             # A norm takes the more memory, and slices before it.
@@ -92,11 +89,13 @@ class GatedPlan:
     def refusal(rows: int, gate_up: Packed, down: Packed, clusters: int, cluster: int) -> str | None:
         """Why there is no such plan; None if there is."""
         (gates, inputs), (outputs, hidden) = gate_up.shape, down.shape
-        if rows > MOST_ROWS:
-            return f"it is for up to {MOST_ROWS} rows"
+        if rows > MOST_TOKENS:
+            return f"it is for up to {MOST_TOKENS} rows"
         for weight in (gate_up, down):
             if weight.bits != 4 or weight.kind == "code_book":
                 return "it is for linear codes of 4 bits"
+            if weight.num_groups > 1 and weight.group_size < 32:
+                return f"it takes groups of 32 inputs or more, not {weight.group_size}"
         warps = inputs // PART
         if inputs % (4 * PART) or warps > 8:
             return f"it takes 512 or 1024 inputs, not {inputs}"
@@ -154,10 +153,14 @@ class GatedPlan:
         start = self.sum_start + (SumPlan.nbytes(self.rows, self.gate_up.in_features) if self.slices else 0)
         return Rows.at(start, self.features)
 
+    def planes_of(self, warp: Any) -> Any:
+        """Where a warp takes x apart."""
+        return warp * Planes.bytes_of(self.gate_up) + (self.hidden.start + self.rows * row_bytes(self.features))
+
     @property
     def barriers(self) -> tuple[int, int]:
         """Of the sum and of the hidden features."""
-        start = self.hidden.start + self.rows * row_bytes(self.features)
+        start = self.planes_of(self.warps)
         return start, start + 8
 
     @property

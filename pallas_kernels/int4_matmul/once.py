@@ -11,6 +11,7 @@ from pallas_kernels.int4_matmul.cluster_sum import Addend, ClusterSum
 from pallas_kernels.int4_matmul.operands import Halves, Tokens
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
+from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.int4_matmul.row import Row
 from pallas_kernels.int4_matmul.shared_rows import tokens_in
 from pallas_kernels.int4_matmul.stream import Stream
@@ -99,7 +100,9 @@ def norm_of_warp(w: Any, plan: Plan) -> Any:
     return w.warp * plan.norm_bytes + plan.norm_start
 
 
-def read_all(w: Any, plan: Plan, a: Arguments, x: Halves, stream: Stream) -> list[tuple[list[Any], list[Factors]]]:
+def read_all(
+    w: Any, plan: Plan, a: Arguments, x: Halves | Planes, stream: Stream
+) -> list[tuple[list[Any], list[Factors]]]:
     """Each strip's words by tile, and factors by segment, once they are in shared memory."""
     read = []
     for places in stream.places():

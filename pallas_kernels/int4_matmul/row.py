@@ -12,18 +12,18 @@ EIGHT = 8
 
 
 class Row:
-    """The warp's x of a single token on its way into registers.
+    """The warp's x of one token on its way into registers.
 
     Every lane loads eight neighbouring inputs, normalises and perhaps scales them; through shared memory they get into
     the order of an mma's small operand. `Tokens` would do that for all eight columns of the operand, each by itself.
     """
 
-    def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any, buffer: Any):
-        """`norm`: float32 [in_features], or None. `buffer`: where this warp may write 2 x inputs bytes."""
-        self.w, self.plan, self._buffer = w, plan, buffer
+    def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any, buffer: Any, row: int = 0):
+        """`norm`: float32 [in_features], or None. `buffer`: where `in_order` may write 2 x inputs bytes."""
+        self.w, self.plan, self._buffer, self._row = w, plan, buffer, row
         self._lanes = plan.warp_columns // EIGHT
-        self._place = w.lane % self._lanes * EIGHT
-        column = first_tile * COLUMNS + self._place
+        self.place = w.lane % self._lanes * EIGHT
+        column = first_tile * COLUMNS + self.place
         inside = column < plan.in_features if plan.ragged else None
         self._words = self._read(x, column, inside)
         self._norm = None
@@ -31,11 +31,11 @@ class Row:
             self._norm = [number for i in (0, 4) for number in w.load_four(norm, column, inside, i)]
 
     def _read(self, x: Any, column: Any, inside: Any) -> Sequence[Any]:
-        return self.w.load_words(x, column, 4, inside)
+        return self.w.load_words(x, column + self._row * self.plan.in_features, 4, inside)
 
     def read_norm(self, start: Any) -> None:
         """Reads the norm's weights of the warp's inputs from shared memory, `start` on."""
-        w, start = self.w, start + self._place * 4
+        w, start = self.w, start + self.place * 4
         self._norm = [w.as_number(word) for i in (0, 16) for word in w.shared_words(start, i)]
 
     @staticmethod
@@ -53,13 +53,13 @@ class Row:
         if self._norm is None:
             return list(self._words)
         words, square = normalised(w, self._words, self._norm)
-        squares_stored(w, plan, square, self.masks, w.lane < 1, w.integer(0))
+        squares_stored(w, plan, square, self.masks, w.lane < 1, w.integer(4 * self._row))
         return words
 
     def in_order(self, words: Sequence[Any]) -> list[list[list[Any]]]:
         """[tile][step][token block], two words a lane."""
         w, plan = self.w, self.plan
-        w.shared_store_words(self._buffer + self._place * 2, words)
+        w.shared_store_words(self._buffer + self.place * 2, words)
         w.warp_barrier()
         run = steps_per_run(plan.group_size)
         address, steps = self._buffer + w.lane % 4 * (2 * plan.lane_columns), []

@@ -165,16 +165,22 @@ class Int4Warp(CodeWords):
         number = self.as_number(Value(arith.shli(field, mgpu_utils.c(23, _int(32)))))
         return self.select(bits < 0x7F80, number, self.number(float("nan")))
 
-    def digits(self, words: Sequence[Value], factor: Value) -> Words:
+    def digits(self, words: Sequence[Value], factor: Value, *, balanced: bool = False) -> Words:
         """Four bfloat16 numbers times `factor`, as integers of up to 22 bits and sign -> their bytes, lowest first.
 
-        The order within a word is that of the numbers 0, 2, 1, 3, as in a word of codes.
+        The order within a word is that of the numbers 0, 2, 1, 3, as in a word of codes. The highest byte is signed;
+        where `balanced` all are, and integers have up to 21 bits.
         """
         i32, f32 = _int(32), ir.F32Type.get()
+        middle = 0x8080 if balanced else 0
 
         def integer(bits: ir.Value) -> ir.Value:
             # Added to 1.5 x 2^23, an integer stands in the bits of the sum, 0x400000 above itself.
-            return llvm.bitcast(i32, llvm.intr_fma(llvm.bitcast(f32, bits), factor.ir, mgpu_utils.c(12582912.0, f32)))
+            addend = mgpu_utils.c(12582912.0 + middle, f32)
+            return llvm.bitcast(i32, llvm.intr_fma(llvm.bitcast(f32, bits), factor.ir, addend))
+
+        def lower(bytes_: ir.Value) -> Value:
+            return Value(arith.xori(bytes_, mgpu_utils.c(-0x7F7F7F80, i32)) if balanced else bytes_)
 
         def permute(a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
             return llvm.inline_asm(i32, [a, b], f"prmt.b32 $0, $1, $2, {selector:#06x};", "=r,r,r")
@@ -186,7 +192,7 @@ class Int4Warp(CodeWords):
         # Byte by byte less 0x40: with the highest bit set no byte borrows from the next.
         ones = mgpu_utils.c(-0x7F7F7F80, i32)
         top = arith.xori(arith.subi(arith.ori(top, ones), mgpu_utils.c(0x40404040, i32)), ones)
-        return Value(permute(even, odd, 0x5410)), Value(permute(even, odd, 0x7632)), Value(top)
+        return lower(permute(even, odd, 0x5410)), lower(permute(even, odd, 0x7632)), Value(top)
 
     def shuffle_xor(self, x: Value, mask: int) -> Value:
         return Value(mgpu_utils.shfl_bfly(x.ir, mask))
