@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,8 +111,16 @@ def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):
 
 
 def test_schedule_of_many_rows_that_were_not_measured_keeps_clusters():
-    shape = {"batch": 64, "q_heads": 32, "kv_heads": 8, "page_size": 16, "pages_per_row": 128, "scale": 1.0}
-    for other in ({"kv": "int8"}, {"head_dim": 64}, {"tokens": 5}):
+    shape: dict[str, Any] = {
+        "batch": 64,
+        "q_heads": 32,
+        "kv_heads": 8,
+        "page_size": 16,
+        "pages_per_row": 128,
+        "scale": 1,
+    }
+    others: list[dict[str, Any]] = [{"kv": "int8"}, {"head_dim": 64}, {"tokens": 5}]
+    for other in others:
         assert plan.plan_for(**(shape | {"tokens": 1, "head_dim": 128} | other)).splits == 2
 
 
