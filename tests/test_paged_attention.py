@@ -110,18 +110,10 @@ def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):
     assert got.late_values == (batch == 256)
 
 
-def test_schedule_of_many_rows_that_were_not_measured_keeps_clusters():
-    shape: dict[str, Any] = {
-        "batch": 64,
-        "q_heads": 32,
-        "kv_heads": 8,
-        "page_size": 16,
-        "pages_per_row": 128,
-        "scale": 1,
-    }
-    others: list[dict[str, Any]] = [{"kv": "int8"}, {"head_dim": 64}, {"tokens": 5}]
-    for other in others:
-        assert plan.plan_for(**(shape | {"tokens": 1, "head_dim": 128} | other)).splits == 2
+@pytest.mark.parametrize("other", [{"kv": "int8"}, {"head_dim": 64}, {"tokens": 5}], ids=str)
+def test_schedule_of_many_rows_that_were_not_measured_keeps_clusters(other: dict):
+    shape = {"tokens": 1, "head_dim": 128, "q_heads": 32, "kv_heads": 8, "page_size": 16, "pages_per_row": 128}
+    assert plan.plan_for(batch=64, scale=1.0, **(shape | other)).splits == 2
 
 
 @pytest.mark.parametrize(
