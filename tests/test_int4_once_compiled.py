@@ -1,4 +1,4 @@
-"""The INT4 kernels of small matrices as ptxas compiles them: all their blocks must be on the card at once.
+"""INT4 kernels of small matrices and of clusters as ptxas compiles them: all their blocks must be on the card at once.
 
 Opt-in: runs where the CUDA build of JAX is installed (`pip install 'jax[cuda13]'`), with or without a GPU.
 """
@@ -19,15 +19,26 @@ weight = packed(n, k)
 fusion = Fusion(norm_eps=1e-5, gated=True) if gated else Fusion(residual=True)
 given = {"norm": array(jnp.float32, k)} if gated else {"residual": array(jnp.bfloat16, rows, n)}
 plan = tuning.plan_for(rows, weight, fusion=fusion)
-assert plan.schedule.once
+assert plan.schedule.once or plan.schedule.joined
 options = {"schedule": plan.schedule, "out_dtype": jnp.dtype(jnp.bfloat16), "fusion": fusion}
 product = lambda x, weight, given: mosaic.int4_matmul(x, weight, **given, **options)
 compiled(product, array(jnp.bfloat16, rows, k), weight, given)
-print(plan.threads, plan.shared_bytes, plan.blocks_per_slice)
+print(plan.threads, plan.shared_bytes, plan.slices * plan.blocks_per_slice * plan.schedule.tiles)
 """
 
 
-@pytest.mark.parametrize(("rows", "k", "n", "gated"), [(1, 1024, 6144, 1), (16, 1024, 6144, 1), (2, 3072, 1024, 0)])
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "gated"),
+    [
+        (1, 1024, 6144, 1),
+        (16, 1024, 6144, 1),
+        (2, 3072, 1024, 0),
+        (32, 1024, 6144, 1),
+        (32, 3072, 1024, 0),
+        (8, 12288, 4096, 0),
+        (5, 14336, 4096, 0),
+    ],
+)
 def test_all_blocks_are_on_the_card_and_nothing_is_spilled(
     rows: int, k: int, n: int, gated: int, tmp_path: pathlib.Path
 ) -> None:
@@ -36,7 +47,9 @@ def test_all_blocks_are_on_the_card_and_nothing_is_spilled(
     (registers,) = check_reports(tmp_path, "int4_*", 1)
     at_once = -(-blocks // 132)
     assert threads * registers * at_once <= 65536
-    assert (shared_bytes + 1024) * (at_once + 1) <= 228 * 1024
+    # Of small ones for up to 16 rows there is room for one of the next kernel's beside.
+    others = 1 if rows <= 16 and k < 4096 else 0
+    assert (shared_bytes + 1024) * (at_once + others) <= 228 * 1024
 
 
 BLOCK = """
