@@ -31,14 +31,22 @@ from benchmarks.kernels_int4 import BF16, Case, random_weight
 from pallas_kernels.decoder_block import attention_block, attention_block_refusal, mosaic
 from pallas_kernels.decoder_block.mosaic import Arguments, attend
 from pallas_kernels.decoder_block.plan import BLOCKS, BlockPlan
-from pallas_kernels.int4_matmul import int4_matmul, int4_matmul_fused, sum_slices
+from pallas_kernels.int4_matmul import (
+    int4_gated_mlp_of_sum,
+    int4_matmul,
+    int4_matmul_fused,
+    int4_matmul_of_sum,
+    sum_slices,
+)
 from pallas_kernels.int4_matmul.warp import Value
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.paged_attention import decode_attention
 from pallas_kernels.paged_attention.warp import Warp
 
 LAYERS, STEPS, CALLS, EPS = 28, 16, 6, 1e-6
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 1024, 16, 8, 128, 16, 32
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 1024, 3072, 16, 8, 128, 16, 32
+FIRST = ("qkv", "o", "norm", "q_norm", "k_norm")
+"""What the attention's half of a layer has."""
 POSITIONS = (256, 0, 17, 500)
 """The first is that of the chain."""
 ATTENTION = {"norm_eps": EPS, "num_q_heads": HEADS, "scale": HEAD_DIM**-0.5}
@@ -46,13 +54,17 @@ ATTENTION = {"norm_eps": EPS, "num_q_heads": HEADS, "scale": HEAD_DIM**-0.5}
 
 def random_layer(seed: jax.Array) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(seed), 5)
+    norm = functools.partial(jax.random.uniform, dtype=jnp.float32, minval=0.5, maxval=1.5)
 
     def weight(key: jax.Array, inputs: int, outputs: int) -> Any:
         made = random_weight(key, Case(1, inputs, outputs, 0))
         return dataclasses.replace(made, scales=made.scales * jnp.asarray(0.2 / inputs**0.5, made.scales.dtype))
 
-    norm = functools.partial(jax.random.uniform, dtype=jnp.float32, minval=0.5, maxval=1.5)
+    mlp = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), 3)
     return {
+        "gate_up": weight(mlp[0], HIDDEN, 2 * INTERMEDIATE),
+        "down": weight(mlp[1], INTERMEDIATE, HIDDEN),
+        "mlp_norm": norm(mlp[2], (HIDDEN,)),
         "qkv": weight(keys[0], HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
         "o": weight(keys[1], HEADS * HEAD_DIM, HIDDEN),
         "norm": norm(keys[2], (HIDDEN,)),
@@ -99,8 +111,9 @@ def alone(x: Any, partial: Any, layer: Any, pool: Any, call: Any, following: Any
 
 
 def one_kernel(x: Any, partial: Any, layer: Any, pool: Any, call: Any, following: Any = None) -> Any:
-    ahead = () if following is None else jax.tree.leaves([following["qkv"], following["o"]])
-    left, y, *after = attention_block(x, partial, **layer, **pool, **call, **ATTENTION, ahead=ahead)
+    ahead = () if following is None else jax.tree.leaves([following[name] for name in FIRST])
+    weights = {name: layer[name] for name in FIRST}
+    left, y, *after = attention_block(x, partial, **weights, **pool, **call, **ATTENTION, ahead=ahead)
     return y, left, after
 
 
@@ -118,15 +131,46 @@ def three_kernels(
     return int4_matmul_fused(heads, layer["o"], residual=x), None, after
 
 
+def whole_now(x: Any, partial: Any, layer: Any, pool: Any, call: Any, following: Any) -> Any:
+    """A whole layer as the library has it without this block."""
+    if partial is None:
+        qkv = int4_matmul_fused(x, layer["qkv"], norm=layer["norm"], norm_eps=EPS)
+    else:
+        qkv, x = int4_matmul_of_sum(x, partial, layer["qkv"], norm=layer["norm"], norm_eps=EPS)
+    norms = {name: layer[name] for name in ("q_norm", "k_norm")}
+    heads, *after = decode_attention(qkv, **pool, **call, **norms, **ATTENTION)
+    return *mlp(int4_matmul_fused(heads, layer["o"], residual=x), None, layer, following), after
+
+
+def whole(x: Any, partial: Any, layer: Any, pool: Any, call: Any, following: Any) -> Any:
+    """A whole layer in two kernels."""
+    ahead = {name: layer[name] for name in ("gate_up", "down", "mlp_norm")}
+    y, left, after = one_kernel(x, partial, layer, pool, call, {**dict.fromkeys(FIRST), **ahead, "qkv": ahead})
+    return *mlp(y, left, layer, following), after
+
+
+def mlp(x: Any, partial: Any, layer: Any, following: Any) -> Any:
+    weights = (layer["gate_up"], layer["down"])
+    ahead = jax.tree.leaves([following[name] for name in FIRST])
+    left, y = int4_gated_mlp_of_sum(x, partial, *weights, norm=layer["mlp_norm"], norm_eps=EPS, ahead=ahead)
+    return y, left
+
+
 WAYS: dict[str, Callable[..., Any]] = {
     "three kernels": three_kernels,
     "one kernel": alone,
     "one kernel, ahead": one_kernel,
+    "layer now": whole_now,
+    "layer of two kernels": whole,
 }
 PREDICTED = {
     ("three kernels", 1): 10.9,
     ("one kernel", 1): 6.3,
     ("one kernel, ahead", 1): 6.0,
+    ("layer now", 1): 17.4,
+    ("layer of two kernels", 1): 15.4,
+    ("layer now", 2): 18.2,
+    ("layer of two kernels", 2): 16.2,
     ("three kernels", 2): 11.3,
     ("one kernel", 2): 6.6,
     ("one kernel, ahead", 2): 6.3,
@@ -210,8 +254,9 @@ def measure(recorder: Recorder, name: str, tokens: int, function: Any, layers: A
 # Stamps: clocks that the kernel writes in place of its slices.
 STAMPS = 64
 NAMES = (
-    "tables there; weights there; (product) warps' sums made; all; (sum, send) sent; heads there; (norm, RoPE) staged; "
-    "all; (attend) stored; all; (send) o's weights there; sums there; (merge) merged; all"
+    "weights and x asked for; all asked for; tables there (twice); (x) in order; weights there (twice); (product) warps' "
+    "sums made; all; (sum, send) sent; heads there; (norm, RoPE) staged; all; (attend) stored; all; (send) o's weights "
+    "there (twice); (read) before sums; sums there; (merge) merged; all; end"
 )
 
 
@@ -240,14 +285,18 @@ class StampedWarp(Warp):
         super().block_barrier()
         self.stamps.put()
 
-    def wait_inbox(self, barrier: int) -> None:
+    def wait_inbox(self, barrier: int, scope: str = "cluster") -> None:
         self.stamps.put()
-        super().wait_inbox(barrier)
+        super().wait_inbox(barrier, scope)
         self.stamps.put()
 
 
 class StampedWideWarp(WideWarp):
     stamps: Stamps
+
+    def warp_barrier(self) -> None:
+        super().warp_barrier()
+        self.stamps.put()
 
     def copy_wait(self, pending: int) -> None:
         super().copy_wait(pending)
@@ -287,7 +336,7 @@ def show_stamps(tokens: int, function: Any, layers: Any) -> None:
     print(f"{tokens} tokens, clocks: {NAMES}")
     for which, label in enumerate(("first warp", "last warp")):
         since = (clocks[:, which] - clocks[:, which, :1]) & 0xFFFFFFFF
-        print(f"  {label}:", " ".join(f"{np.median(column):.0f}" for column in since.T[1:18]), flush=True)
+        print(f"  {label}:", " ".join(f"{np.median(column):.0f}" for column in since.T[1:24]), flush=True)
 
 
 def layers_stamped(layers: Any, pools: Any, call: dict[str, Any]) -> list[jax.Array]:

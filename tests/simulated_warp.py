@@ -240,7 +240,8 @@ class SimulatedWarp:
                 self.cluster.awaited[int(block[lane]), barrier] -= 4 * len(values)
             self.cluster.sent.notify_all()
 
-    def wait_inbox(self, barrier: int) -> None:
+    def wait_inbox(self, barrier: int, scope: str = "cluster") -> None:
+        assert scope in ("cta", "cluster")
         awaited, inbox = self.cluster.awaited, (self.block, barrier)
         with self.cluster.sent:
             assert self.cluster.sent.wait_for(lambda: awaited[inbox] <= 0, timeout=60)

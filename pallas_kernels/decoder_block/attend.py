@@ -67,8 +67,8 @@ def send_sums(w: Any, plan: BlockPlan, split: Any) -> None:
     """Adds up the warps' partial results and sends them to all blocks of the cluster: a thread four elements."""
     attention = plan.decode.attention
     pieces, tasks = attention.head_dim // 4, attention.rows * attention.head_dim // 4
-    # With few rows two threads do the same and send to other blocks.
-    shares = 2 if 2 * tasks <= plan.threads else 1
+    # With few rows several threads do the same and send to other blocks.
+    shares = next(shares for shares in (4, 2, 1) if shares * tasks <= plan.threads or shares == 1)
     for start in range(0, shares * tasks, plan.threads):
         index = w.thread + start
         valid, task, share = index < shares * tasks, index % tasks, index // tasks

@@ -73,6 +73,7 @@ def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split
     m.copy_commit()
     weights = Strips(m, plan.qkv, args.qkv.weights, m.warp * plan.qkv.warp_tiles, strips_of(m, plan, kv_head, split))
     weights.fill()
+    w.cluster_wait()  # here, as it empties the L1 cache, which waits for loads
     # Behind the weights, though it is needed before: ptxas adds up as soon as it may, and what follows has to wait.
     x.read()
     m.warp_barrier()  # without it, ptxas would move loads behind what waits for others
@@ -91,11 +92,10 @@ def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split
     m.warp_barrier()
     project(m, plan, args.qkv, weights, operand)
     w.block_barrier()
-    w.cluster_wait()
     send_heads(w, m, plan, split)
     # Memory has nothing to do from here on.
     fetch_ahead(m, args.ahead, (kv_head * BLOCKS + split) * WARPS + w.warp, attention.kv_heads * BLOCKS * WARPS)
-    w.wait_inbox(plan.new_barrier)
+    w.wait_inbox(plan.new_barrier, "cta")
     SentTokens(w, m, plan, tables.places, place).stage()
     w.block_barrier()
 
@@ -117,7 +117,7 @@ def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split
     m.copy_wait(0)
     m.warp_barrier()
     output.read()
-    w.wait_inbox(plan.sums_barrier)
+    w.wait_inbox(plan.sums_barrier, "cta")
     merge_sums(w, plan)
     w.block_barrier()
     output.multiply()

@@ -207,10 +207,13 @@ class Warp(WordInstructions):
         places = [arith.addi(base, place.ir) for place in (address, self.const(barrier, "i32"))]
         mgpu_utils.inline_ptx(ptx, *places, *[v.ir for v in values], predicate=predicate.ir)
 
-    def wait_inbox(self, barrier: int) -> None:
-        """Waits until all that this block's inbox was opened for has come."""
+    def wait_inbox(self, barrier: int, scope: str = "cluster") -> None:
+        """Waits until all that this block's inbox was opened for has come.
+
+        What came is in shared memory, so that "cta" will do; "cluster" empties the L1 cache, and waits for loads.
+        """
         ptx = (
-            "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0; "
+            f"{{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [$0], 0; "
             "@!done bra again; }"
         )
         mgpu_utils.inline_ptx(ptx, arith.addi(self._shared_base(), self.const(barrier, "i32").ir))
