@@ -21,6 +21,14 @@ import numpy as np
 
 import checkpoints.progress
 
+OPTIMISATION = "--xla_backend_optimization_level"
+if os.environ["JAX_PLATFORMS"] == "cpu" and OPTIMISATION not in os.environ.get("XLA_FLAGS", ""):
+    # Two thirds of the tests' time goes into compiling, of which LLVM's optimisations are a good third. Processes that
+    # tests start do without: there the programs are those that users have.
+    with pytest.MonkeyPatch.context() as _patch:
+        _patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {OPTIMISATION}=0")
+        jax.devices()  # reads the flags
+
 checkpoints.progress.LOG_INTERVAL = 1e9  # what standard error shows must not depend on how long a test takes
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
