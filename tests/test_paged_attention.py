@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +111,7 @@ def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):
 
 @pytest.mark.parametrize("other", [{"kv": "int8"}, {"head_dim": 64}, {"tokens": 5}], ids=str)
 def test_schedule_of_many_rows_that_were_not_measured_keeps_clusters(other: dict):
-    shape = {"tokens": 1, "head_dim": 128, "q_heads": 32, "kv_heads": 8, "page_size": 16, "pages_per_row": 128}
+    shape: dict = {"tokens": 1, "head_dim": 128, "q_heads": 32, "kv_heads": 8, "page_size": 16, "pages_per_row": 128}
     assert plan.plan_for(batch=64, scale=1.0, **(shape | other)).splits == 2
 
 
