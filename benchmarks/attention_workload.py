@@ -23,7 +23,7 @@ LOOP_ROUNDS, LOOP_CALLS = 64, 4
 class Shape:
     """`table` is how many tokens the page table has room for, by default the context; `kv` is what pages hold; `norm`
     says whether the decode op normalises queries and keys. Ragged lengths start at `shortest`, by default a sixteenth
-    of the context."""
+    of the context, and come in any order, or the longest first, as the engine has them."""
 
     batch: int
     context: int
@@ -37,6 +37,7 @@ class Shape:
     kv: str = "bfloat16"
     shortest: int = 0
     norm: bool = False
+    longest_first: bool = False
 
     @property
     def pages_per_row(self) -> int:
@@ -51,7 +52,8 @@ class Shape:
         if not self.ragged:
             return np.full(self.batch, self.context, np.int32)
         shortest = self.shortest or self.context // 16
-        return np.random.default_rng(0).integers(shortest, self.context + 1, self.batch).astype(np.int32)
+        lengths = np.random.default_rng(0).integers(shortest, self.context + 1, self.batch).astype(np.int32)
+        return np.sort(lengths)[::-1].copy() if self.longest_first else lengths
 
     @property
     def bytes_read(self) -> int:

@@ -1,7 +1,7 @@
 """Paged attention on the GPU: is it right, and how close to the memory's speed is it?
 
-    python -m benchmarks.kernels_attention [--kv int8 float8_e4m3fn] [--tokens 4] [--parts check decode short attention
-                                           prefill loops] [--seconds 75] [--results FOLDER]
+    python -m benchmarks.kernels_attention [--kv int8 float8_e4m3fn] [--tokens 4] [--parts check decode short many
+                                           attention prefill loops] [--seconds 75] [--results FOLDER]
 
 Checks the decode op's kernel against its reference first. Then times kernels by CUPTI, the L2 cache flushed before
 each call and the call's projections written after that, as in a model's layer; for a few cases, calls that follow each
@@ -60,6 +60,16 @@ SHORT: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(**SIXTEEN, norm=True), [{}]),
     (Shape(**SIXTEEN, norm=True, tokens=5), [{}, {"splits": 4}]),
 ]
+# What `benchmarks.throughput` runs: at its beginning, and when fewer rows are left.
+SERVED: dict[str, Any] = {"table": 2048, "ragged": True, "longest_first": True}
+MANY: list[tuple[Shape, list[dict[str, Any]]]] = [
+    (Shape(256, 1024, shortest=100, **SERVED), [{}, {"late_values": False}, {"late_values": False, "depth": 2}]),
+    (Shape(128, 1800, shortest=100, **SERVED), [{}, {"late_values": True}]),
+    (Shape(96, 2000, shortest=200, **SERVED), [{}, {"splits": 2}]),
+    (Shape(64, 2000, shortest=200, **SERVED), [{}, {"splits": 2}]),
+    (Shape(64, 2000, shortest=200, kv=INT8, **SERVED), [{}, {"splits": 1}]),
+    (Shape(32, 2000, shortest=200, **SERVED), [{}]),
+]
 ATTENTION: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(64, 4096), [{}]),
     (Shape(64, 4096, kv=INT8), [{}]),
@@ -78,7 +88,7 @@ ATTENTION: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(64, 2048, ragged=True, kv=INT8), [{}]),
 ]
 LOOPS = [Shape(1, 512), Shape(1, 2048), Shape(16, 256)]
-PARTS = ("check", "decode", "short", "attention", "prefill", "loops")
+PARTS = ("check", "decode", "short", "many", "attention", "prefill", "loops")
 
 
 def timing(
@@ -104,7 +114,9 @@ def loop_timing(recorder: Recorder, work: Workload) -> None:
 
 def case_of(name: str, shape: Shape, plan: Plan) -> dict[str, object]:
     schedule = {field: getattr(plan, field) for field in ("splits", "warps", "depth", "most_halves")}
-    return {"op": name} | dataclasses.asdict(shape) | schedule
+    case = {"op": name} | dataclasses.asdict(shape) | schedule | {"late_values": plan.late_values}
+    # As records were made before there was a choice.
+    return {key: value for key, value in case.items() if value or key not in ("longest_first", "late_values")}
 
 
 def main() -> None:
@@ -144,7 +156,7 @@ def main() -> None:
     rate = read_rate()
     print(f"read rate {rate / 1e12:.2f} TB/s", flush=True)
     junk = jnp.ones(128 * 2**20, jnp.bfloat16)
-    for part, table in (("decode", DECODE), ("short", SHORT), ("attention", ATTENTION)):
+    for part, table in (("decode", DECODE), ("short", SHORT), ("many", MANY), ("attention", ATTENTION)):
         name = "paged_attention" if part == "attention" else "decode_attention"
         for shape, schedules in table:
             if part not in options.parts or not wanted(shape.kv, shape.tokens):
