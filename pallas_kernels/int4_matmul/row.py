@@ -9,6 +9,8 @@ from pallas_kernels.int4_matmul.plan import Plan
 
 EIGHT = 8
 """Inputs of a token that a lane loads at once."""
+ROUND = 32 * EIGHT
+"""Those that a warp does."""
 
 
 class Row:
@@ -21,14 +23,19 @@ class Row:
     def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any, buffer: Any, row: int = 0):
         """`norm`: float32 [in_features], or None. `buffer`: where `in_order` may write 2 x inputs bytes."""
         self.w, self.plan, self._buffer, self._row = w, plan, buffer, row
-        self._lanes = plan.warp_columns // EIGHT
+        self._lanes = min(32, plan.warp_columns // EIGHT)
         self.place = w.lane % self._lanes * EIGHT
-        column = first_tile * COLUMNS + self.place
-        inside = column < plan.in_features if plan.ragged else None
-        self._words = self._read(x, column, inside)
-        self._norm = None
-        if norm is not None and not plan.norm_bytes:
-            self._norm = [number for i in (0, 4) for number in w.load_four(norm, column, inside, i)]
+        self._words: list[Any] = []
+        self._norm: list[Any] | None = None if norm is None or plan.norm_bytes else []
+        for first in range(0, plan.warp_columns, ROUND):
+            place = self.place + first
+            column = first_tile * COLUMNS + place
+            inside = column < plan.in_features if plan.ragged else None
+            if first and plan.warp_columns - first < ROUND:  # zeros where others have the last inputs
+                inside = place < plan.warp_columns if inside is None else inside & (place < plan.warp_columns)
+            self._words += self._read(x, column, inside)
+            if self._norm is not None:
+                self._norm += [number for i in (0, 4) for number in w.load_four(norm, column, inside, i)]
 
     def _read(self, x: Any, column: Any, inside: Any) -> Sequence[Any]:
         return self.w.load_words(x, column + self._row * self.plan.in_features, 4, inside)
@@ -40,7 +47,7 @@ class Row:
 
     @staticmethod
     def serves(plan: Plan) -> bool:
-        return plan.rows == 1 and plan.schedule.parts <= 2
+        return plan.rows == 1 and (plan.warp_columns <= ROUND or not plan.norm_bytes)
 
     @property
     def masks(self) -> list[int]:
@@ -59,7 +66,8 @@ class Row:
     def in_order(self, words: Sequence[Any]) -> list[list[list[Any]]]:
         """[tile][step][token block], two words a lane."""
         w, plan = self.w, self.plan
-        w.shared_store_words(self._buffer + self.place * 2, words)
+        for i in range(0, len(words), 4):
+            w.shared_store_words(self._buffer + self.place * 2, words[i : i + 4], i // 4 * (2 * ROUND))
         w.warp_barrier()
         run = steps_per_run(plan.group_size)
         address, steps = self._buffer + w.lane % 4 * (2 * plan.lane_columns), []
