@@ -91,6 +91,8 @@ CASES = [
     *(Case(m, *LONG, us, tuning.JOINED[2], fusion=RESIDUAL) for m, us in ((1, 9.6), (5, 10.5), (8, 11.0))),
     *(Case(m, *DOWN, us, tuning.JOINED[7], fusion=RESIDUAL) for m, us in ((1, 10.6), (5, 11.4))),
     Case(1, *HEAD, 21.6),
+    *(Case(5, *GATE_UP, us, way, fusion=NORM_GATE) for way, us in ((WIDE, 20.3), (ONE, 19.7))),
+    *(Case(5, *QKV, us, way, fusion=NORM) for way, us in ((WIDE, 7.4), (ONE, 7.2))),
     Case(1, *QKV, 6.5, ONE, group=64, fusion=NORM),
     Case(1, *OUT, 4.7, ASYNCHRONOUS, group=64, fusion=RESIDUAL),
     Case(1, *GATE_UP, 17.8, ONE, group=64, fusion=NORM_GATE),
