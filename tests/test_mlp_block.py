@@ -57,7 +57,7 @@ def same_sum(got: np.ndarray, want: np.ndarray) -> bool:
 @pytest.mark.parametrize(
     ("rows", "slices", "group", "hidden", "clusters", "cluster", "sharing", "normed"),
     [
-        (1, 3, 128, 384, 2, 2, 2, True),
+        (1, 3, 128, 512, 2, 2, 2, True),
         (2, 0, 64, 512, 2, 4, 1, True),
         (2, 9, 32, 256, 1, 4, 4, False),
         (2, 2, 128, 256, 1, 2, 1, True),

@@ -20,41 +20,16 @@ from pallas_kernels.int4_matmul.ahead import Ahead, fetch_ahead
 from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.cluster_sum import Addend, ClusterSum
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan
-from pallas_kernels.int4_matmul.once import fetch_norm, norm_of_warp, read_all
+from pallas_kernels.int4_matmul.gated_weights import DownWeights, GateWeights
+from pallas_kernels.int4_matmul.once import norm_of_warp, read_all
 from pallas_kernels.int4_matmul.operands import Halves
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.int4_matmul.row import Row
 from pallas_kernels.int4_matmul.shared_rows import SharedRow, SharedTokens
-from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
+from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.strip import Arguments, arguments_of, over_warps, put, root_of, totals_of
-
-
-class GateStream(Stream):
-    """A block's strips: gates of some features, then as many others of the same features."""
-
-    def __init__(self, w: Any, plan: GatedPlan, weights: Weights, block: Any):
-        own, self._half = plan.gate_up, plan.strips // 2
-        first_tile, ring = w.warp * own.warp_tiles, w.warp * own.ring_bytes
-        self._begin(w, own, weights, first_tile, block * self._half, w.integer(plan.strips), ring)
-
-    def strip(self, index: Any) -> Any:
-        w, others = self.w, self.plan.strips // 2 - self._half
-        return index + w.select(index < self._half, w.integer(0), w.integer(others))
-
-
-class DownStream(Stream):
-    """A warp's strips of the second product, of the cluster's features."""
-
-    def __init__(self, w: Any, plan: GatedPlan, weights: Weights, block: Any):
-        cluster, rank = block // plan.cluster, block % plan.cluster
-        own, each = plan.down, plan.down.schedule.strips
-        self.depth, self.mine = each, w.warp * each < plan.down_strips
-        first = rank * plan.down_strips + w.select(self.mine, w.warp, w.integer(0)) * each
-        count = w.select(self.mine, w.integer(each), w.integer(0))
-        ring = w.warp * own.ring_bytes + plan.down_start
-        self._begin(w, own, weights, cluster * own.tiles_each, first, count, ring)
 
 
 class Hidden:
@@ -81,48 +56,41 @@ def feed_forward(
     `block` counts all blocks; those of a cluster have neighbouring numbers. `ahead` is what later kernels read first.
     """
     first = plan.gate_up
-    stream, later = GateStream(w, plan, gate_up.weights, block), DownStream(w, plan, down.weights, block)
-    w.expect_sent(plan.barriers[1], 2 * plan.rows * plan.features)
+    gates = GateWeights(w, plan, gate_up.weights, gate_up.norm, block)
+    later, first_tile = DownWeights(w, plan, down.weights, block), w.warp * first.warp_tiles
+    w.expect_sent(plan.barriers.hidden, 2 * plan.rows * plan.features)
     addition, rows = None, []
     if addend is None:
-        rows = [Row(w, first, gate_up.x, gate_up.norm, stream.first_tile, None, row) for row in range(plan.rows)]
+        rows = [Row(w, first, gate_up.x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
     else:
         addition = ClusterSum(w, addend, gate_up.x, block)
+    w.warp_barrier()  # without it, ptxas would move these loads behind what waits
+    w.when(w.warp < 1, gates.fill)
+    w.when((w.integer(0) < w.warp) & (w.warp < 2), later.fill)
     w.cluster_arrive()
-    w.warp_barrier()  # without it, ptxas would move these loads behind the wait for the weights
-    if first.norm_bytes:
-        fetch_norm(w, first, gate_up, stream)
-    stream.fill()
-    later.fill()
     w.cluster_wait()
     if addition is not None:
         addition.send()
         x = addition.arrived()
-        rows = [SharedRow(w, first, x, gate_up.norm, stream.first_tile, None, row) for row in range(plan.rows)]
+        rows = [SharedRow(w, first, x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
     if first.norm_bytes:
-        w.copy_wait(plan.strips + later.depth)
-        w.warp_barrier()
+        w.barrier_wait(w.integer(plan.barriers.norm), w.integer(0))
         for row in rows:
             row.read_norm(norm_of_warp(w, first))
     x, hidden = Planes(w, first, rows, plan.planes_of(w.warp)), Halves(w, plan.down, Hidden(w, plan))
     x.prepare()
-    w.copy_wait(later.depth)
-    w.warp_barrier()
+    read = read_all(w, first, gate_up, x, gates.arrived())
     # All sums before the first is stored: products of different strips need not wait for each other.
-    read = read_all(w, first, gate_up, x, stream)
     totals = [totals_of(w, first, x, pieces, factors.__getitem__) for pieces, factors in read]
     for strip, sums in enumerate(totals):
         put(w, first, x, sums, w.integer(strip * first.strip_bytes))
     w.block_barrier()
     _send_hidden(w, plan, block % plan.cluster)
-    w.copy_wait(0)
-    w.warp_barrier()
-    read = read_all(w, plan.down, down, hidden, later)
-    fetch_ahead(
-        w, ahead, block * plan.warps + w.warp, plan.blocks * plan.warps
-    )  # memory has nothing to do from here on
+    read = read_all(w, plan.down, down, hidden, later.arrived())
+    # Memory has nothing to do from here on.
+    fetch_ahead(w, ahead, block * plan.warps + w.warp, plan.blocks * plan.warps)
     w.warp_barrier()  # nor shall it read them behind what waits for the features
-    w.wait_sent(plan.barriers[1])
+    w.wait_sent(plan.barriers.hidden)
     hidden.prepare()
     for strip, (pieces, factors) in enumerate(read):
         sums = totals_of(w, plan.down, hidden, pieces, factors.__getitem__)
@@ -149,7 +117,7 @@ def _send_hidden(w: Any, plan: GatedPlan, rank: Any) -> None:
         numbers = [gate * w.sigmoid(gate) * other for gate, other in zip(*both, strict=True)]
         place = token * plan.hidden.stride + (rank * half + strip) * (2 * STRIP) + piece * 8
         words = [w.pair(*numbers[i : i + 2]) for i in (0, 2)]
-        w.send_words(place + plan.hidden.start, words, block, plan.barriers[1], inside)
+        w.send_words(place + plan.hidden.start, words, block, plan.barriers.hidden, inside)
 
 
 def _write(w: Any, plan: GatedPlan, a: Arguments, total: Any, cluster: Any, strip: Any, mine: Any) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_kernels.int4_matmul.cluster_sum import SumPlan
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
@@ -47,6 +47,16 @@ class DownPlan(Plan):
     @property
     def ragged(self) -> bool:
         return False
+
+
+class Barriers(NamedTuple):
+    """Where those are in shared memory that count bytes: of what blocks send each other, and of weights."""
+
+    sum: int
+    hidden: int
+    norm: int
+    gates: int
+    down: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +104,13 @@ class GatedPlan:
         for weight in (gate_up, down):
             if weight.bits != 4 or weight.kind == "code_book":
                 return "it is for linear codes of 4 bits"
-            if weight.num_groups > 1 and weight.group_size < 32:
-                return f"it takes groups of 32 inputs or more, not {weight.group_size}"
+            if weight.group_size not in (32, 64, PART):
+                return f"it takes groups of 32, 64 or {PART} inputs, not {weight.group_size}"
         warps = inputs // PART
         if inputs % (4 * PART) or warps > 8:
             return f"it takes 512 or 1024 inputs, not {inputs}"
-        if gates != 2 * hidden or gates % (2 * STRIP * clusters * cluster) or hidden % (COLUMNS * clusters):
+        unit = max(COLUMNS, down.group_size) * clusters
+        if gates != 2 * hidden or gates % (2 * STRIP * clusters * cluster) or hidden % unit:
             return f"{clusters} clusters of {cluster} blocks do not share {hidden} hidden features evenly"
         strips = outputs // STRIP // cluster
         if outputs % (STRIP * cluster) or strips % min(strips, warps):
@@ -158,16 +169,15 @@ class GatedPlan:
         return warp * Planes.bytes_of(self.gate_up) + (self.hidden.start + self.rows * row_bytes(self.features))
 
     @property
-    def barriers(self) -> tuple[int, int]:
-        """Of the sum and of the hidden features."""
+    def barriers(self) -> "Barriers":
         start = self.planes_of(self.warps)
-        return start, start + 8
+        return Barriers(*range(start, start + 8 * len(Barriers._fields), 8))
 
     @property
     def shared_bytes(self) -> int:
-        return self.barriers[1] + 8
+        return self.barriers.sum + 8 * len(Barriers._fields)
 
     @property
     def sum(self) -> SumPlan:
         shape = (self.rows, self.gate_up.in_features, self.slices, self.sharing, self.warps)
-        return SumPlan(*shape, start=self.sum_start, barrier=self.barriers[0])
+        return SumPlan(*shape, start=self.sum_start, barrier=self.barriers.sum)

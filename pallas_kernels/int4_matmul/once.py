@@ -4,6 +4,7 @@ What such a kernel takes is latency: of a launch, of the first words, of x, of t
 neither ring nor loop, chains of products are short, and warps that have no result to write leave.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.int4_matmul.book import Book
@@ -14,7 +15,7 @@ from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
 from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.int4_matmul.row import Row
 from pallas_kernels.int4_matmul.shared_rows import tokens_in
-from pallas_kernels.int4_matmul.stream import Stream
+from pallas_kernels.int4_matmul.stream import Places, Stream
 from pallas_kernels.int4_matmul.strip import (
     Arguments,
     Factors,
@@ -59,7 +60,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any, addend: 
     x.prepare(None if a.weights.book is None else Book(w, a.weights.book, as_bytes=False))
     w.copy_wait(0)
     w.warp_barrier()
-    fetched = read_all(w, plan, a, x, stream)
+    fetched = read_all(w, plan, a, x, stream.places())
     for strip, (pieces, factors) in enumerate(fetched):
         put(w, plan, x, totals_of(w, plan, x, pieces, factors.__getitem__), w.integer(strip * plan.strip_bytes))
     w.block_barrier()
@@ -101,11 +102,11 @@ def norm_of_warp(w: Any, plan: Plan) -> Any:
 
 
 def read_all(
-    w: Any, plan: Plan, a: Arguments, x: Halves | Planes, stream: Stream
+    w: Any, plan: Plan, a: Arguments, x: Halves | Planes, strips: Sequence[Places]
 ) -> list[tuple[list[Any], list[Factors]]]:
     """Each strip's words by tile, and factors by segment, once they are in shared memory."""
     read = []
-    for places in stream.places():
+    for places in strips:
         factors = [factors_of(w, plan, a, x.code_bias, places, segment) for segment in range(plan.segments)]
         read.append((pieces_of(w, plan, places), factors))
     return read
