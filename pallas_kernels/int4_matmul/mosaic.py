@@ -6,8 +6,8 @@ warps own neighbouring inputs and walk through strips of 16 output features. Wei
 ahead, by asynchronous copies into a ring that each warp has for itself (stream.py) or by bulk copies into one that four
 warps share (bulk_stream.py): the loop needs no barrier of the whole block for them. After every few strips the warps'
 sums are added in shared memory in a fixed order, so results are reproducible. Blocks that share an output feature write
-float32 partial sums, which XLA adds inside whatever comes next; sixteen warps of 256 inputs need none for up to 4096
-inputs.
+float32 partial sums, which XLA adds inside whatever comes next, or are a cluster that adds them, and a residual, itself
+(joined.py); sixteen warps of 256 inputs need neither for up to 4096 inputs.
 
 Scale, zero point or minimum enter once a group:
 
