@@ -154,6 +154,8 @@ def test_weights_that_err_too_much_are_promoted(dense: Model, made: dict[str, Mo
     assert not report.over(limit)
     assert set(worst) <= {weight.name for weight in report.weights if weight.promoted}
     assert report.plan.name == "int4, promoted"
+    names = [weight.name for weight in report.weights if weight.promoted]
+    assert f"promoted for larger errors: {', '.join(names[:5])}" in str(report)
     for weight in report.weights:
         assert weight.precision == ("int8" if weight.promoted else "int4 g64 rtn")
         assert str(report.plan.precision(weight.name)) == weight.precision

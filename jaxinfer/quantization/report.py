@@ -124,13 +124,16 @@ class QuantizationReport:
     def __repr__(self) -> str:
         """A few lines: how it was done, the worst weights, the quality."""
         errors = (f"{weight.name} {100 * weight.error:.2g} % ({weight.precision})" for weight in self.over(0.0)[:5])
-        promoted = sum(weight.promoted for weight in self.weights)
+        promoted = [weight.name for weight in self.weights if weight.promoted]
         lines = [
-            f"{self.plan.name}: {len(self.weights)} weights quantised, {promoted} promoted, "
+            f"{self.plan.name}: {len(self.weights)} weights quantised, {len(promoted)} promoted, "
             f"calibrated with {self.calibration_tokens} tokens of {self.source}",
             f"largest errors of outputs: {', '.join(errors) or 'none'}",
             f"quality: {self.quality or 'not measured, no text was kept apart to judge by'}",
         ]
+        if promoted:
+            more = f" and {len(promoted) - 5} more" if len(promoted) > 5 else ""
+            lines.insert(1, f"promoted for larger errors: {', '.join(promoted[:5])}{more}")
         lines += [] if self.pair is None else [str(self.pair)]
         return "\n".join(lines)
 
