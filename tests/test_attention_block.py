@@ -75,7 +75,7 @@ ON_GPU = [
     Case(1000, tokens=2, q_heads=16, kv_heads=8, head_dim=128, pages=64, slices=8),
     Case(2000, q_heads=16, kv_heads=8, head_dim=128, pages=128, slices=8),
     Case(200, hidden=2048, q_heads=32, kv_heads=8, head_dim=64, norm=False, slices=8),
-    Case(15, tokens=4, slices=2),
+    Case(15, tokens=2, slices=2),
 ]
 
 
@@ -259,7 +259,7 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int4_api.dispatch, "hopper_refusal", lambda: None)
     case = CASES[0]
     assert refusal(case) is None
-    assert refusal(case, batch=2) == "it takes one sequence of up to 4 new tokens, not 2 of 1"
+    assert refusal(case, batch=2) == "it takes one sequence of up to 2 new tokens, not 2 of 1"
     assert refusal(case, slices=17) == "it adds up to 16 slices, not 17"
     assert refusal(case, dtype=jnp.int8) == "it reads pages of bfloat16, not int8"
     assert refusal(case, rotary_dim=20) == "it rotates a multiple of 8 dimensions, not 20"

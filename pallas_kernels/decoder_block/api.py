@@ -12,12 +12,13 @@ from pallas_kernels.int4_matmul import Packed
 from pallas_kernels.int4_matmul.api import refusals_of
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.plan import PART
+from pallas_kernels.int4_matmul.planes import MOST_TOKENS
 from pallas_kernels.paged_attention.api import mosaic_refusal as attention_refusal
 from pallas_kernels.paged_attention.new_token import DecodePlan
 from pallas_kernels.paged_attention.plan import Plan
 
-MOST_TOKENS, MOST_HIDDEN, MOST_KV_HEADS, MOST_ROOM = 4, 2048, 8, 2048
-"""Tokens, inputs that a block holds, clusters that are on the card at once, and places of a page table."""
+MOST_HIDDEN, MOST_KV_HEADS, MOST_ROOM = 2048, 8, 2048
+"""Inputs that a block holds, clusters that are on the card at once, and places of a page table."""
 MOST_SLICES = 16
 """Every block reads them all."""
 MOST_ROWS = 8

@@ -127,9 +127,11 @@ class Output:
         self.m, self.plan, self._a, self._kv_head = m, plan, a, kv_head
         product = plan.o
         first = split * WARPS + m.warp
-        self._strips = [first + i * (BLOCKS * WARPS) for i in range(product.schedule.strips)]
-        first_tile = kv_head * product.warp_tiles
-        self._stream = Strips(m, product, a.weights, first_tile, self._strips, plan.o_start)
+        steps = [i * (BLOCKS * WARPS) for i in range(product.schedule.strips)]
+        self._strips = [first + step for step in steps]
+        whole = product.strips % (BLOCKS * WARPS) == 0
+        place = (kv_head * product.warp_tiles, [first] * len(steps), steps, plan.o_start)
+        self._stream = Strips(m, product, a.weights, *place, all_exist=whole)
         self._x = Halves(m, product, Heads(w, plan))
 
     def fill(self) -> None:

@@ -25,13 +25,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decoder_block.attend import Output, SentTokens, Tables, merge_sums, send_sums
 from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
-from pallas_kernels.decoder_block.project import Strips, SummedRows, project, send_heads, strips_of
+from pallas_kernels.decoder_block.project import Strips, SummedRow, SummedRows, project, send_heads, strips_of
 from pallas_kernels.early_launch import take_turn
 from pallas_kernels.int4_matmul import strip
 from pallas_kernels.int4_matmul.ahead import Ahead, fetch_ahead
 from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
-from pallas_kernels.int4_matmul.operands import Halves
 from pallas_kernels.int4_matmul.packing_int8 import Packed
+from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.paged_attention.merge import Outputs, Place
 from pallas_kernels.paged_attention.new_rows import NewRows
@@ -68,10 +68,10 @@ def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split
     length = w.maximum(position, zero)
     tiles = Tiles(w, attention, a.pools, a.page_table, zero, kv_head, length, length, split)
     pages = [tiles.page(w.const(j, "i32")) for j in range(attention.depth)]
-    x, tables = SummedRows(w, m, plan, args.x, args.partial, args.norm), Tables(m, plan, a)
+    x, tables = SummedRows(m, plan, args.x, args.partial, args.norm), Tables(m, plan, a)
     tables.fetch()
     m.copy_commit()
-    weights = Strips(m, plan.qkv, args.qkv.weights, m.warp * plan.qkv.warp_tiles, strips_of(m, plan, kv_head, split))
+    weights = Strips(m, plan.qkv, args.qkv.weights, m.warp * plan.qkv.warp_tiles, *strips_of(m, plan, kv_head, split))
     weights.fill()
     w.cluster_wait()  # here, as it empties the L1 cache, which waits for loads
     # Behind the weights, though it is needed before: ptxas adds up as soon as it may, and what follows has to wait.
@@ -85,8 +85,10 @@ def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split
 
     m.copy_wait(plan.qkv.schedule.strips + plan.o.schedule.strips)
     m.warp_barrier()
-    x.add(args.y, (split < 1) & (kv_head < 1))
-    operand = Halves(m, plan.qkv, x)
+    x.read_norm()
+    writes = (split < 1) & (kv_head < 1) & (m.lane < x.lanes)
+    summed = [SummedRow(x, token, args.y, writes) for token in range(attention.tokens)]
+    operand = Planes(m, plan.qkv, summed, m.warp * Planes.bytes_of(plan.qkv) + plan.planes_start)
     operand.prepare()
     m.copy_wait(plan.o.schedule.strips)
     m.warp_barrier()

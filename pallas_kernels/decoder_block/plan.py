@@ -6,6 +6,7 @@ from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, Fusion, Schedule
 from pallas_kernels.int4_matmul.plan import Plan as ProductPlan
+from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.paged_attention.new_token import DecodePlan
 
 BLOCKS, WARPS = 8, 8
@@ -47,21 +48,11 @@ class BlockPlan:
         """Strips of results that a head's elements are."""
         return self.decode.attention.head_dim // STRIP
 
-    # Shared memory of the attention: what `DecodePlan` has, inputs of the products, what the cluster's blocks send.
-    @property
-    def x_start(self) -> int:
-        """[warp][token] a warp's inputs of qkv."""
-        return -(-self.decode.smem_bytes // 16) * 16
-
-    @property
-    def x_bytes(self) -> int:
-        """Of a token in one warp."""
-        return 2 * self.qkv.warp_columns
-
+    # Shared memory of the attention: what `DecodePlan` has, inputs of o, what the cluster's blocks send.
     @property
     def heads_start(self) -> int:
         """[token] the cluster's attended heads, the inputs of o."""
-        return self.x_start + WARPS * self.decode.attention.tokens * self.x_bytes
+        return -(-self.decode.smem_bytes // 16) * 16
 
     @property
     def heads_bytes(self) -> int:
@@ -124,5 +115,10 @@ class BlockPlan:
         return [(name, nbytes) for name, nbytes in sizes.items() if nbytes]
 
     @property
+    def planes_start(self) -> int:
+        """[warp] what `Planes` needs."""
+        return -(-(self.tables_start + sum(nbytes for _, nbytes in self.tables)) // 16) * 16
+
+    @property
     def product_bytes(self) -> int:
-        return self.tables_start + sum(nbytes for _, nbytes in self.tables)
+        return self.planes_start + WARPS * Planes.bytes_of(self.qkv)
