@@ -41,6 +41,13 @@ from pallas_kernels.paged_attention.tiles import Pools, Tiles
 from pallas_kernels.paged_attention.warp import Warp
 
 
+class OrderedWarp(Warp):
+    """Its loads stay where they are written: those of read-only memory ptxas moves behind what waits for others."""
+
+    def _load_global(self, address: Any, size: int, predicate: Any, modifier: str, kind: str, constant: int = 0) -> Any:
+        return super()._load_global(address, size, predicate, modifier.replace(".nc", ""), kind, constant)
+
+
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     """The kernel's arrays in global memory. `y`: x plus the slices. `ahead`: what later kernels read first."""
@@ -176,7 +183,7 @@ def attention_block(
             partial_ref = None if partial is None else next(given)
             later = [Ahead(next(given), array.nbytes) for array in ahead]
             args = Arguments(x_ref, partial_ref, norm_ref, y, attended, products[0], products[1], later)
-            w, m = Warp(shared), ClusterWarp(product_shared)
+            w, m = OrderedWarp(shared), ClusterWarp(product_shared)
             program(w, m, plan, args, w.scalar(kv_head), w.scalar(split))
 
         take_turn()
