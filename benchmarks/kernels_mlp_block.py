@@ -246,8 +246,9 @@ class StampedWarp(ClusterWarp):
 
 
 NAMES = (
-    "all asked for; cluster there; (if blocks share the sum: sent; there;) norm there; (x prepared) weights there; "
-    "first product made; all; (features sent) down's weights there; read; features there; (second product) end"
+    "inboxes open; all; all asked for; cluster there; (if blocks share the sum: sent; there;) norm there; (x prepared) "
+    "weights there; first product made; all; (features sent) down's weights there; read; features there; (second "
+    "product) end"
 )
 
 
@@ -284,7 +285,7 @@ def show_stamps(layers: list[Layer], clusters: int, cluster: int, sharing: int) 
     for which, label in enumerate(("first warp", "last warp")):
         since = (clocks[:, :, which] - clocks[:, :, which, 1:2]) & 0xFFFFFFFF
         for share in (50, 95):
-            shown = np.percentile(since, share, axis=(0, 1))[2 : 14 if sharing > 1 else 12]
+            shown = np.percentile(since, share, axis=(0, 1))[2 : 16 if sharing > 1 else 14]
             print(f"  {label}, {share} %:", " ".join(f"{value:.0f}" for value in shown), flush=True)
 
 

@@ -69,19 +69,19 @@ class Addend(NamedTuple):
     partial: Any
     total: Any
 
+    def expect(self, w: Any) -> None:
+        """Opens the inbox, if one is needed; all warps' `cluster_arrive` and `cluster_wait` come before `send`."""
+        if self.plan.cluster > 1:
+            w.expect_sent(self.plan.barrier, 2 * self.plan.rows * self.plan.features)
+
 
 class ClusterSum:
     """The sum of one cluster, as its warps see it. `block` counts all blocks, those of a cluster one by one."""
 
     def __init__(self, w: Any, addend: Addend, x: Any, block: Any):
-        """Opens the inbox, if one is needed, and asks for this warp's numbers. x is bfloat16 [rows, features].
-
-        All warps' `cluster_arrive` and `cluster_wait` have to come before `send`.
-        """
+        """Asks for this warp's numbers. x is bfloat16 [rows, features]."""
         self.w, self.plan, self._total = w, addend.plan, addend.total
         plan = self.plan
-        if plan.cluster > 1:
-            w.expect_sent(plan.barrier, 2 * plan.rows * plan.features)
         self._sharer = w.lane // plan.fours
         self._column = (block % plan.cluster * plan.warps + w.warp) * plan.of_warp + w.lane % plan.fours * FOUR
         self._writes = (block < plan.cluster) & (self._sharer < 1)

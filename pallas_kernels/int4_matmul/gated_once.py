@@ -59,15 +59,20 @@ def feed_forward(
     gates = GateWeights(w, plan, gate_up.weights, gate_up.norm, block)
     later, first_tile = DownWeights(w, plan, down.weights, block), w.warp * first.warp_tiles
     w.expect_sent(plan.barriers.hidden, 2 * plan.rows * plan.features)
+    gates.expect()
+    later.expect()
+    if addend is not None:
+        addend.expect(w)
+    w.block_barrier()
+    w.cluster_arrive()
     addition, rows = None, []
     if addend is None:
         rows = [Row(w, first, gate_up.x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
     else:
         addition = ClusterSum(w, addend, gate_up.x, block)
     w.warp_barrier()  # without it, ptxas would move these loads behind what waits
-    w.when(w.warp < 1, gates.fill)
-    w.when((w.integer(0) < w.warp) & (w.warp < 2), later.fill)
-    w.cluster_arrive()
+    gates.fill()
+    later.fill()
     w.cluster_wait()
     if addition is not None:
         addition.send()

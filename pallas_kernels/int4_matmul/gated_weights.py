@@ -20,33 +20,45 @@ class GateWeights:
         self.w, self.plan, self._weights, self._norm = w, plan, weights, norm
         self._first = block * (plan.strips // 2)
 
-    def fill(self) -> None:
-        """One warp asks for them; a barrier of the cluster has to come before `arrived`."""
-        w, plan, own = self.w, self.plan, self.plan.gate_up
-        barriers = plan.barriers
+    def expect(self) -> None:
+        """Opens the barriers, before `fill`, with a barrier of the block between."""
+        w, plan = self.w, self.plan
         if self._norm is not None:
-            nbytes = 4 * own.in_features
-            _expect(w, barriers.norm, nbytes)
-            w.copy_to_cluster(
-                w.integer(own.norm_start), self._norm, w.integer(0), nbytes, _at(w, barriers.norm), 1, w.lane < 1
-            )
-        rows = _rows(own, self._weights, own.groups, own.column_tiles * own.tile_bytes)
-        half = plan.strips // 2
-        _expect(w, barriers.gates, sum(plan.strips * nbytes for _, nbytes in rows))
-        place = 0
-        for array, nbytes in rows:
-            offset = (self._first + w.lane * (own.strips // 2)) * nbytes
-            to = w.lane * (half * nbytes) + place
-            w.copy_to_cluster(to, array, offset, half * nbytes, _at(w, barriers.gates), 1, w.lane < 2)
-            place += plan.strips * nbytes
+            w.expect_sent(plan.barriers.norm, 4 * plan.gate_up.in_features)
+        w.expect_sent(plan.barriers.gates, sum(plan.strips * nbytes for _, nbytes in self._rows()))
+
+    def fill(self) -> None:
+        """Asks for the block's strips, a warp for each piece: half of an array's, or the norm's weights."""
+        w, plan, own = self.w, self.plan, self.plan.gate_up
+        half, copies, place = plan.strips // 2, [], 0
+        for array, nbytes in self._rows():
+            for part in range(2):
+                offset = (self._first + part * (own.strips // 2)) * nbytes
+                copies.append((place, array, offset, half * nbytes, plan.barriers.gates))
+                place += half * nbytes
+        if self._norm is not None:
+            copies.append((own.norm_start, self._norm, w.integer(0), 4 * own.in_features, plan.barriers.norm))
+        for i, (to, array, offset, nbytes, barrier) in enumerate(copies):
+
+            def copy(
+                to: int = to, array: Any = array, offset: Any = offset, size: int = nbytes, at: int = barrier
+            ) -> None:
+                w.copy_to_cluster(w.integer(to), array, offset, size, w.integer(at), 1, w.lane < 1)
+
+            turn = i % plan.warps
+            w.when((w.integer(turn - 1) < w.warp) & (w.warp < turn + 1), copy)
 
     def arrived(self) -> list[Places]:
         """Where a warp's inputs of each strip are, when all are there."""
         w, plan, own = self.w, self.plan, self.plan.gate_up
-        w.barrier_wait(_at(w, plan.barriers.gates), w.integer(0))
-        sizes = [nbytes for _, nbytes in _rows(own, self._weights, own.groups, own.column_tiles * own.tile_bytes)]
+        w.barrier_wait(w.integer(plan.barriers.gates), w.integer(0))
+        sizes = [nbytes for _, nbytes in self._rows()]
         mine = [own.words_bytes, own.scales_bytes, own.slot_bytes - own.offsets_start]
         return _places(w, range(plan.strips), plan.strips, sizes, 0, [w.warp * nbytes for nbytes in mine])
+
+    def _rows(self) -> list[tuple[Any, int]]:
+        own = self.plan.gate_up
+        return _rows(own, self._weights, own.groups, own.column_tiles * own.tile_bytes)
 
 
 class DownWeights:
@@ -54,35 +66,36 @@ class DownWeights:
 
     def __init__(self, w: Any, plan: GatedPlan, weights: Weights, block: Any):
         self.w, self.plan, self._weights = w, plan, weights
-        self._cluster, self._first = block // plan.cluster, block % plan.cluster * plan.down_strips
-        each = plan.down.schedule.strips
+        self._cluster, each = block // plan.cluster, plan.down.schedule.strips
         self.mine = w.warp * each < plan.down_strips
         self._place = w.select(self.mine, w.warp, w.integer(0)) * each
-        self.first_strip = self._first + self._place
+        self.first_strip = block % plan.cluster * plan.down_strips + self._place
+
+    def expect(self) -> None:
+        """As of `GateWeights`."""
+        rows = self._rows()
+        self.w.expect_sent(self.plan.barriers.down, sum(self.plan.down_strips * nbytes for _, nbytes in rows))
 
     def fill(self) -> None:
-        """As of `GateWeights`."""
+        """Asks for the warp's strips."""
         w, plan = self.w, self.plan
-        rows = self._of_cluster()
-        _expect(w, plan.barriers.down, sum(plan.down_strips * nbytes for _, nbytes in rows))
-        place = plan.down_start
-        for array, nbytes in rows:
-            for first in range(0, plan.down_strips, 32):
-                strip = w.lane + first
-                offset = ((self._first + strip) * plan.clusters + self._cluster) * nbytes
-                inside = strip < plan.down_strips
-                w.copy_to_cluster(strip * nbytes + place, array, offset, nbytes, _at(w, plan.barriers.down), 1, inside)
-            place += plan.down_strips * nbytes
+        barrier, begin = w.integer(plan.barriers.down), plan.down_start
+        for array, nbytes in self._rows():
+            for strip in range(plan.down.schedule.strips):
+                offset = ((self.first_strip + strip) * plan.clusters + self._cluster) * nbytes
+                to = (self._place + strip) * nbytes + begin
+                w.copy_to_cluster(to, array, offset, nbytes, barrier, 1, self.mine & (w.lane < 1))
+            begin += plan.down_strips * nbytes
 
     def arrived(self) -> list[Places]:
         """Where the warp's strips are, when they are there."""
         w, plan = self.w, self.plan
-        w.barrier_wait(_at(w, plan.barriers.down), w.integer(0))
-        sizes = [nbytes for _, nbytes in self._of_cluster()]
+        w.barrier_wait(w.integer(plan.barriers.down), w.integer(0))
+        sizes = [nbytes for _, nbytes in self._rows()]
         places = [self._place * nbytes for nbytes in sizes]
         return _places(w, range(plan.down.schedule.strips), plan.down_strips, sizes, plan.down_start, places)
 
-    def _of_cluster(self) -> list[tuple[Any, int]]:
+    def _rows(self) -> list[tuple[Any, int]]:
         own = self.plan.down
         return _rows(own, self._weights, own.warp_columns // own.segment, own.words_bytes)
 
@@ -103,14 +116,3 @@ def _places(w: Any, which: range, strips: int, sizes: list[int], start: int, ins
             begin += strips * nbytes
         places.append(Places(*found, *[w.integer(0)] * (3 - len(found))))
     return places
-
-
-def _expect(w: Any, barrier: int, nbytes: int) -> None:
-    w.barrier_init(_at(w, barrier), 1, w.lane < 1)
-    w.barriers_ready()
-    w.expect_bytes(_at(w, barrier), nbytes, w.lane < 1)
-    w.warp_barrier()
-
-
-def _at(w: Any, barrier: int) -> Any:
-    return w.integer(barrier)

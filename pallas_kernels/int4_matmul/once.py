@@ -38,9 +38,10 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any, addend: 
         first_row, last = tile * plan.rows, w.integer(plan.all_rows - plan.rows)
         first_row = w.select(first_row < last, first_row, last)
     stream = Stream(w, plan, a.weights, slice_, block)
-    asked = ask(w, plan, a, stream, block, addend, first_row if tiles > 1 else None)
     if addend is not None:
+        addend.expect(w)
         w.cluster_arrive()
+    asked = ask(w, plan, a, stream, block, addend, first_row if tiles > 1 else None)
     strips = plan.schedule.strips
     results = results_of(w, plan, first_row, stream.first_strip, w.integer(strips), w.integer(0), strips)
     residuals = [residual_of(w, plan, a, result) for result in results]
