@@ -58,6 +58,12 @@ def feed_forward(
     first = plan.gate_up
     gates = GateWeights(w, plan, gate_up.weights, gate_up.norm, block)
     later, first_tile = DownWeights(w, plan, down.weights, block), w.warp * first.warp_tiles
+    addition, rows = None, []
+    if addend is None:
+        rows = [Row(w, first, gate_up.x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
+    else:
+        addition = ClusterSum(w, addend, gate_up.x, block)
+    w.warp_barrier()  # without it, ptxas would move these loads behind what waits
     w.expect_sent(plan.barriers.hidden, 2 * plan.rows * plan.features)
     gates.expect()
     later.expect()
@@ -65,12 +71,6 @@ def feed_forward(
         addend.expect(w)
     w.block_barrier()
     w.cluster_arrive()
-    addition, rows = None, []
-    if addend is None:
-        rows = [Row(w, first, gate_up.x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
-    else:
-        addition = ClusterSum(w, addend, gate_up.x, block)
-    w.warp_barrier()  # without it, ptxas would move these loads behind what waits
     gates.fill()
     later.fill()
     w.cluster_wait()
