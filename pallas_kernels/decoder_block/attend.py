@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention.new_token import Arguments, Head, NewTokens
 
 
 class Tables:
-    """The norms' weights and the angles of the new tokens, in shared memory of the products."""
+    """The norms' weights and the angles of the new tokens, in shared memory."""
 
     def __init__(self, m: Any, plan: BlockPlan, args: Arguments):
         self.m, self._args, self._tables, start = m, args, [], plan.tables_start

@@ -63,7 +63,7 @@ class Arguments:
 
 
 def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split: Any) -> None:
-    """What one warp does: `w` is a `Warp` and `m` a `ClusterWarp` (or NumPy twins), each with its shared memory."""
+    """What one warp does: `w` is a `Warp` and `m` a `ClusterWarp` (or NumPy twins) of the same shared memory."""
     attention = plan.decode.attention
     w.open_inbox(plan.new_barrier, w.const(plan.new_bytes, "i32"))
     w.open_inbox(plan.sums_barrier, w.const(BLOCKS * (plan.sums_bytes + 8 * attention.rows), "i32"))
@@ -169,7 +169,7 @@ def attention_block(
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
             given = iter(values[: len(operands)])
-            out, y, shared, product_shared, kv_head, split = values[len(operands) :]
+            out, y, shared, kv_head, split = values[len(operands) :]
             x_ref, norm_ref, table, places, k_ref, v_ref = (next(given) for _ in range(6))
             weights = [Weights.of(weight, [next(given) for _ in of]) for weight, of in ((qkv, of_qkv), (o, of_o))]
             cos, sin = (next(given), next(given)) if rope else (None, None)
@@ -183,7 +183,7 @@ def attention_block(
             partial_ref = None if partial is None else next(given)
             later = [Ahead(next(given), array.nbytes) for array in ahead]
             args = Arguments(x_ref, partial_ref, norm_ref, y, attended, products[0], products[1], later)
-            w, m = OrderedWarp(shared), ClusterWarp(product_shared)
+            w, m = OrderedWarp(shared), ClusterWarp(shared)
             program(w, m, plan, args, w.scalar(kv_head), w.scalar(split))
 
         take_turn()
@@ -201,10 +201,7 @@ def attention_block(
         cluster_names=("split",),
         num_threads=WARPS // 4,
         thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((plan.attention_bytes // 4,), jnp.float32),
-            plgpu.SMEM((plan.product_bytes // 4,), jnp.float32),
-        ],
+        scratch_types=[plgpu.SMEM((plan.smem_bytes // 4,), jnp.float32)],
         kernel_name="attention_block",
     )(*operands)
     k_pages, v_pages = (jax.freeze(pool) for pool in pools)

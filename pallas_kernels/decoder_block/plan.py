@@ -48,11 +48,34 @@ class BlockPlan:
         """Strips of results that a head's elements are."""
         return self.decode.attention.head_dim // STRIP
 
-    # Shared memory of the attention: what `DecodePlan` has, inputs of o, what the cluster's blocks send.
+    # Shared memory, in bytes. The attention's, as `DecodePlan` has it, begins where qkv's weights were: what is written
+    # there waits for the cluster's heads, and they are sent when the weights have been read.
+    @property
+    def planes_start(self) -> int:
+        """[warp] what `Planes` needs, behind what qkv's plan has."""
+        return _aligned(self.qkv.shared_bytes)
+
+    @property
+    def o_start(self) -> int:
+        """Rings for o's weights."""
+        return _aligned(max(self.planes_start + WARPS * Planes.bytes_of(self.qkv), self.decode.smem_bytes))
+
+    @property
+    def tables_start(self) -> int:
+        return self.o_start + WARPS * self.o.ring_bytes
+
+    @property
+    def tables(self) -> list[tuple[str, int]]:
+        """Names, as the attention's arguments have them, and bytes."""
+        of_norm = 0 if self.decode.norm_eps is None else 4 * self.decode.attention.head_dim
+        of_angles = 2 * self.decode.attention.tokens * self.decode.rotary_dim
+        sizes = {"q_norm": of_norm, "k_norm": of_norm, "cos": of_angles, "sin": of_angles}
+        return [(name, nbytes) for name, nbytes in sizes.items() if nbytes]
+
     @property
     def heads_start(self) -> int:
         """[token] the cluster's attended heads, the inputs of o."""
-        return -(-self.decode.smem_bytes // 16) * 16
+        return _aligned(self.tables_start + sum(nbytes for _, nbytes in self.tables))
 
     @property
     def heads_bytes(self) -> int:
@@ -94,31 +117,9 @@ class BlockPlan:
         return self.new_barrier + 8
 
     @property
-    def attention_bytes(self) -> int:
+    def smem_bytes(self) -> int:
         return self.sums_barrier + 8
 
-    # Shared memory of the products: what qkv's plan has, then rings for o's weights.
-    @property
-    def o_start(self) -> int:
-        return -(-self.qkv.shared_bytes // 16) * 16
 
-    @property
-    def tables_start(self) -> int:
-        return self.o_start + WARPS * self.o.ring_bytes
-
-    @property
-    def tables(self) -> list[tuple[str, int]]:
-        """Names, as the attention's arguments have them, and bytes."""
-        of_norm = 0 if self.decode.norm_eps is None else 4 * self.decode.attention.head_dim
-        of_angles = 2 * self.decode.attention.tokens * self.decode.rotary_dim
-        sizes = {"q_norm": of_norm, "k_norm": of_norm, "cos": of_angles, "sin": of_angles}
-        return [(name, nbytes) for name, nbytes in sizes.items() if nbytes]
-
-    @property
-    def planes_start(self) -> int:
-        """[warp] what `Planes` needs."""
-        return -(-(self.tables_start + sum(nbytes for _, nbytes in self.tables)) // 16) * 16
-
-    @property
-    def product_bytes(self) -> int:
-        return self.planes_start + WARPS * Planes.bytes_of(self.qkv)
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
