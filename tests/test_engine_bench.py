@@ -148,7 +148,7 @@ def test_bench_makes_programs_for_its_workload_alone(
     workload.write_text('{"prompt_tokens": 3}\n{"prompt_tokens": 5, "params": {"logprobs": 2}}\n')
     options = ["--prefill-tile", "32", "--host-pages", "4"]
     assert main(["bench", str(folder), "--workload", str(workload), *options]) == 2
-    assert (made[2].packed[0], made[2].host_pages) == ((2, 32), 4)
+    assert (made[2].packed[0], made[2].host_pages) == ((3, 32, 64), 4)
     assert [layout.variant.num_logprobs for layout in made[2].layouts] == [None, 5]
 
 

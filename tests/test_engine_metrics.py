@@ -122,7 +122,7 @@ def test_programs_of_several_rows_are_for_short_pieces() -> None:
     )
     chosen = settle(config, cases.model())
     programs = Programs(cases.model(), chosen, kv_cache.create(cases.model().config, 2, 4, jnp.float32))
-    assert programs.prefill_sizes() == [(1, 64, 0), (1, 1024, 0), (1, 2048, 0), (4, 64, 0), (4, 1024, 0)]
+    assert programs.prefill_sizes() == [(1, 64), (1, 1024), (1, 2048), (4, 64), (4, 1024)]
 
 
 def test_rows_that_a_call_would_compute_anyway_are_given_to_shorter_pieces() -> None:

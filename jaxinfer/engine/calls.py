@@ -48,7 +48,7 @@ def _grouped(pieces: Sequence[Piece], requests: Mapping[Track, Request], program
     while rest:
         length = rules.padded(rest[0].length)
         num_alike = sum(rules.padded(piece.length) == length for piece in rest)
-        choices = [rows for rows, size, _ in sizes if size == length]
+        choices = [rows for rows, size in sizes if size == length]
         rows = next((n for n in reversed(choices) if 2 * num_alike > n), choices[0])
         of_output = _of_output(rest[0], programs)
         size = Size("prefill", rows, length, from_empty=rest[0].start == 0, of_output=of_output)

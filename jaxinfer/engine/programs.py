@@ -137,7 +137,9 @@ class Programs:
                     for drafted in settings.drafted:
                         yield Size("decode", rows=rows, width=width, layout=layout, num_drafted=drafted)
         begun = (True, False) if settings.continues else (True,)
-        for rows, length, num_ordered in self.prefill_sizes():
+        ordered = {room.rows: room.tokens for room in settings.packed}
+        for rows, length in self.prefill_sizes():
+            num_ordered = ordered.get(rows, 0)
             for from_empty in (False,) if settings.packed else begun:
                 yield Size("prefill", rows, length, from_empty=from_empty, num_ordered=num_ordered)
             if settings.rules.two_weights and settings.rereads:
@@ -148,21 +150,20 @@ class Programs:
                 for from_empty in begun:
                     yield Size("prefill_scored", rows, length, from_empty=from_empty, num_logprobs=count)
         for layout in settings.layouts:
-            for rows in sorted({rows for rows, *_ in (*self.prefill_sizes(), *scored)}):
+            for rows in sorted({rows for rows, _ in (*self.prefill_sizes(), *scored)}):
                 yield Size("start", rows=rows, layout=layout)
             yield Size("blank", layout=layout)
         yield Size("copy")
         if settings.host_pages:
             yield from (Size("gather"), Size("scatter"))
 
-    def prefill_sizes(self) -> list[tuple[int, int, int]]:
-        """(rows, length, num_ordered) of prefill programs: a single row of any length, several while they make a call
-        fuller."""
+    def prefill_sizes(self) -> list[tuple[int, int]]:
+        """(rows, length) of prefill programs: a single row of any length, several while they make a call fuller."""
         rules = self.settings.rules
         if self.settings.packed:
-            return [*self.settings.packed]
+            return [(room.rows, room.tile) for room in self.settings.packed]
         return [
-            (rows, length, 0)
+            (rows, length)
             for rows in self.settings.prefill_rows
             for length in rules.prefill_lengths
             if rows == self.settings.prefill_rows[0] or rows * length <= min(rules.max_prefill_tokens, FULL_CALL)
