@@ -112,13 +112,15 @@ def quantised(kind: str) -> Callable[[pathlib.Path], pathlib.Path]:
 type Tensor = np.ndarray | gguf_files.Packed
 
 
-def gguf_file(path: pathlib.Path, weight: Callable[[str, tuple[int, ...]], Tensor]) -> pathlib.Path:
+def gguf_file(
+    path: pathlib.Path, weight: Callable[[str, tuple[int, ...]], Tensor], *, tied: bool = False
+) -> pathlib.Path:
     """A llama whose linear weights are those of `weight`, asked in order by name, such as attn_q."""
     config = quantized_checkpoints.CONFIG
     model = gguf_models.gguf_model(
         "llama", layers=1, hidden=config["hidden_size"], ff=config["intermediate_size"],
         heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"], context=64,
-        vocab=config["vocab_size"], output=True, tokenizer__ggml__eos_token_id=3,
+        vocab=config["vocab_size"], output=not tied, tokenizer__ggml__eos_token_id=3,
     )  # fmt: skip
     tensors: dict[str, Tensor] = {}
     for name, info in model.tensors.items():
@@ -128,14 +130,14 @@ def gguf_file(path: pathlib.Path, weight: Callable[[str, tuple[int, ...]], Tenso
 
 
 def gguf_of_floats(folder: pathlib.Path) -> pathlib.Path:
-    """As llama.cpp converts them: rows of q and k in its own order."""
+    """As llama.cpp converts them: rows of q and k in its own order. The head is the embedding."""
     config, rng = quantized_checkpoints.CONFIG, np.random.default_rng(0)
 
     def weight(name: str, shape: tuple[int, ...]) -> Tensor:
         projection = f"layers.0.{name.removeprefix('attn_')}_proj.weight"
         return gguf_conversion.converted(four_bits(rng, *shape), projection, gguf.MODEL_ARCH.LLAMA, config)
 
-    return gguf_file(folder / "m.gguf", weight)
+    return gguf_file(folder / "m.gguf", weight, tied=True)
 
 
 def gguf_of_codes(*kinds: str) -> Callable[[pathlib.Path], pathlib.Path]:

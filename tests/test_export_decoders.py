@@ -30,6 +30,11 @@ def test_other_decoders_read_what_we_write(name: str, tmp_path: pathlib.Path) ->
     """The same parts, to the bit, as the library read, and from them the same values, to the bit."""
     case, expected = export_cases.CASES[name], FIXTURE[name]
     folder = case.write(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    settings = config["quantization_config"]
+    plain = settings["modules_to_not_convert" if case.format == "awq" else "ignore"]
+    assert "lm_head" in plain  # also where it is the embedding: other engines build the module all the same
+    assert config["tie_word_embeddings"] == (name.endswith("gguf, quantised"))
     parts = export_cases.modules(folder)
     assert set(parts) == set(expected)
     for module, own in parts.items():

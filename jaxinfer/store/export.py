@@ -184,6 +184,8 @@ class _Tensors:
                     schemes[module] = scheme_of(rows, target)
                 else:
                     plain.append(module)
+        if not self.own_head:  # of no file, but a linear module of the model that other engines build
+            plain.append(_target_names(self._config)[_HEAD].removesuffix(".weight"))
         return schemes, plain
 
     def write(self, folder: pathlib.Path, progress: bool) -> None:
