@@ -11,10 +11,18 @@ from simulated_cluster_warp import simulate_gated_once, simulate_once_of_sum
 from test_int4_fused import small
 from test_int4_matmul import BF16, make
 
-from pallas_kernels.int4_matmul import PackedInt4, gated_once, int4_gated_mlp_of_sum, int4_matmul_of_sum, to_mosaic
+from pallas_kernels.int4_matmul import (
+    PackedInt4,
+    gated_once,
+    int4_gated_mlp_of_sum,
+    int4_matmul_of_sum,
+    once_of_sum,
+    to_mosaic,
+)
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan, shape_for
 from pallas_kernels.int4_matmul.mlp import gated_shapes_refusal
-from pallas_kernels.int4_matmul.plan import Schedule
+from pallas_kernels.int4_matmul.plan import Fusion, Schedule
+from pallas_kernels.int4_matmul.tuning import plan_for
 
 EPS, TINY = 1e-5, 1 / 64
 
@@ -125,16 +133,23 @@ def test_small_blocks_of_few_rows_are_one_kernel(rows: int, hidden: int, inputs:
     assert refusal == (None if expected else "it is for 9 rows and more")
 
 
-def test_block_lowers_for_cuda() -> None:
+def test_block_and_the_product_behind_it_lower_for_cuda() -> None:
     gate_up, down = shapes(3072, 1024)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     x, partial = jax.ShapeDtypeStruct((1, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((8, 1, 1024), jnp.float32)
     norm = jax.ShapeDtypeStruct((1024,), jnp.float32)
-    options = {"clusters": 12, "cluster": 8, "sharing": 8, "norm_eps": EPS}
-    run = jax.jit(lambda *arguments: gated_once.gated_mlp(*arguments, jax.tree.leaves(arguments[2]), **options))
+    qkv, _ = shapes(2048, 1024)
+    schedule = plan_for(1, qkv, fusion=Fusion(norm_eps=EPS)).schedule
+
+    def run(x, partial, gate_up, down, qkv, norm):
+        ahead, options = jax.tree.leaves(qkv), {"clusters": 12, "cluster": 8, "sharing": 8, "norm_eps": EPS}
+        left, y = gated_once.gated_mlp(x, partial, gate_up, down, norm, ahead, **options)
+        options = {"schedule": schedule, "out_dtype": jnp.dtype(jnp.bfloat16), "norm_eps": EPS}
+        return once_of_sum.int4_matmul_of_sum(y, left, qkv, norm, **options)
+
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        lowered = run.trace(x, partial, gate_up, down, norm).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
+        lowered = jax.jit(run).trace(x, partial, gate_up, down, qkv, norm).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu_v2") == 2
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def int4_matmul_of_sum(
         )
         once.multiply(w, product, arguments, w.integer(0), block, Addend(plan.sum, partial_ref, total))
 
-    return run_blocks(
+    out, total = run_blocks(
         program,
         [*arrays, x, partial, norm],
         [jax.ShapeDtypeStruct((product.rows, product.results), out_dtype), jax.ShapeDtypeStruct(x.shape, x.dtype)],
@@ -96,3 +96,4 @@ def int4_matmul_of_sum(
         name="int4_matmul_of_sum",
         shared_floats=plan.shared_bytes // 4,
     )
+    return out, total
