@@ -16,8 +16,9 @@ from jaxinfer.layers.attention import cudnn_refusal, prefill_attention, self_att
 from jaxinfer.layers.chunk_attention import WIDEST_WINDOW, chunk_attention, windowed_chunk_attention
 from jaxinfer.layers.embedding import embed, head
 from jaxinfer.layers.linear import Weight, add_linear, linear, norm_linear_of
-from jaxinfer.layers.mlp import gated_hidden, packed_mlp
+from jaxinfer.layers.mlp import gated_hidden, is_packed_mlp, packed_mlp
 from jaxinfer.layers.norm import rms_norm
+from jaxinfer.layers.packed_attention import packed_attention
 from jaxinfer.layers.paged_chunk import kernel_refusal, paged_chunk_attention
 from jaxinfer.layers.residual import Pending, Residual, settled
 from jaxinfer.layers.rope import apply_rope, rope_tables
@@ -154,6 +155,46 @@ def attention_block[Cache: KVCache](
         pages, cache = dataclasses.replace(pages, store=store), with_store(cache, layer, store)
     out = attend(q, k, v, pages, layer_config, tokens, config)
     return out.reshape(batch, length, q_size), cache
+
+
+def one_kernel[Cache: KVCache](
+    params: LayerParams, x: Residual, cache: Cache | None, layer: int, tokens: Tokens, config: ModelConfig
+) -> tuple[Residual, Cache] | None:
+    """A layer's attention from norm to output projection, where one kernel does it all; else None.
+
+    It leaves its result pending, which costs a kernel more where those of the MLP do not add it.
+    """
+    layer_config = config.layers[layer]
+    if cache is None or tokens.stage != "decode" or tokens.order is not None or config.qk_norm == "full":
+        return None
+    if params.qkv_bias is not None or params.o_bias is not None or params.attn_post_norm is not None:
+        return None
+    if layer_config.window is not None or config.attention_softcap is not None or config.residual_multiplier != 1.0:
+        return None
+    mlp = (params.gate_up, params.gate_up_bias, params.down, params.down_bias, config.activation)
+    if params.mlp_norm is None or not is_packed_mlp(x.x if isinstance(x, Pending) else x, *mlp):
+        return None
+    assert tokens.page_table is not None
+    pages, rope = layer_pages(cache, layer, tokens.positions, tokens.page_table), layer_config.rope
+    found = packed_attention(
+        x,
+        params.attn_norm,
+        params.qkv,
+        params.o,
+        pages,
+        None if rope is None else tokens.rope_tables[rope],
+        norm_eps=config.norm_eps,
+        num_heads=config.num_heads,
+        scale=config.attention_scale,
+        interleaved=rope is not None and rope.interleaved,
+        q_norm=params.q_norm,
+        k_norm=params.k_norm,
+        ahead=jax.tree.leaves([params.gate_up, params.down, params.mlp_norm]),
+    )
+    if found is None:
+        return None
+    x, *pools = found
+    return x, with_store(cache, layer, pages.store.with_layer(pages.place, *pools))
 
 
 def rotated_heads(
@@ -324,13 +365,17 @@ def decoder_layer[Cache: KVCache](
     `following` is the layer behind this one, whose weights a kernel may bring nearer.
     """
     with jax.named_scope("attention"):
-        qkv, x = norm_linear_of(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
-        heads, cache = attention_block(params, tokens.in_rows(qkv), cache, layer, tokens, config)
-        if wanted is None:
-            heads = tokens.out_of_rows(heads)
+        kernel = one_kernel(params, x, cache, layer, tokens, config)
+        if kernel is not None:
+            x, cache = kernel
         else:
-            x, heads = tokens.one(x, wanted), one_token(heads, wanted)
-        x = add_branch(x, heads, params.o, params.o_bias, params.attn_post_norm, config)
+            qkv, x = norm_linear_of(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
+            heads, cache = attention_block(params, tokens.in_rows(qkv), cache, layer, tokens, config)
+            if wanted is None:
+                heads = tokens.out_of_rows(heads)
+            else:
+                x, heads = tokens.one(x, wanted), one_token(heads, wanted)
+            x = add_branch(x, heads, params.o, params.o_bias, params.attn_post_norm, config)
     with jax.named_scope("mlp"):
         block = (params.mlp_norm, config.norm_eps, params.gate_up, params.gate_up_bias)
         ahead = jax.tree.leaves(following)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from paged_attention_cases import lower_for_cuda
 from simulated_int4_warp import flat_weights
-from simulated_warp import SimulatedWarp, run_cluster
+from simulated_warp import Cluster, SimulatedWarp, run_cluster
 from simulated_wide_warp import Barriers, SimulatedWideWarp
 
 from pallas_kernels.decoder_block import attention_block, attention_block_refusal, mosaic
@@ -74,7 +74,6 @@ ON_GPU = [
     Case(400, q_heads=16, kv_heads=8, head_dim=128, pages=64, slices=8),
     Case(1000, tokens=2, q_heads=16, kv_heads=8, head_dim=128, pages=64, slices=8),
     Case(2000, q_heads=16, kv_heads=8, head_dim=128, pages=128, slices=8),
-    Case(200, hidden=2048, q_heads=32, kv_heads=8, head_dim=64, norm=False, slices=8),
     Case(15, tokens=2, slices=2),
 ]
 
@@ -215,12 +214,13 @@ def simulate(case: Case) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         flat(a["x"]), flat(a["partial"], np.float32), a["norm"], y, attention, products[0], products[1]
     )
 
-    def program(kv_head: int, w: SimulatedWarp, block: int) -> None:
-        m = SimulatedWideWarp(SimulatedWarp(w.cluster, block, w.warp[0]), Barriers())
+    def program(kv_head: int, of_products: Cluster, w: SimulatedWarp, block: int) -> None:
+        m = SimulatedWideWarp(SimulatedWarp(of_products, block, w.warp[0]), Barriers())
         mosaic.attend(w, m, plan, arguments, w.const(kv_head, "i32"), w.const(block, "i32"))
 
     for kv_head in range(case.kv_heads):
-        run_cluster(BLOCKS, WARPS, plan.smem_bytes, functools.partial(program, kv_head))
+        of_products = Cluster(BLOCKS, WARPS, plan.product_bytes)
+        run_cluster(BLOCKS, WARPS, plan.attention_bytes, functools.partial(program, kv_head, of_products))
     shape = a["k_pages"].shape
     return slices.reshape(case.kv_heads, case.tokens, -1), y, [pool.view(BF16).reshape(shape) for pool in pools]
 

@@ -52,6 +52,20 @@ def gated_hidden(
     return activate(gate, activation) * up
 
 
+def is_packed_mlp(
+    x: Float[Array, "*batch hidden"],
+    gate_up: Weight,
+    gate_up_bias: Float[Array, " two_intermediate"] | None,
+    down: Weight,
+    down_bias: Float[Array, " hidden"] | None,
+    activation: str,
+) -> bool:
+    """Whether `packed_mlp` has kernels for it."""
+    if not isinstance(gate_up, Packed) or not isinstance(down, Packed) or activation != "silu":
+        return False
+    return gate_up_bias is None and down_bias is None and gated_mlp_refusal(x, gate_up, down) is None
+
+
 def packed_mlp(
     x: Residual,
     norm: Float[Array, " hidden"] | None,
@@ -68,9 +82,8 @@ def packed_mlp(
     They do it for packed weights, and many rows or small weights; else there are `int4_matmul_fused`'s, and it is None.
     `ahead`: weights that are read next, which a kernel may bring nearer.
     """
-    if not isinstance(gate_up, Packed) or not isinstance(down, Packed) or activation != "silu":
-        return None
     y, partial = (x.x, x.partial) if isinstance(x, Pending) else (x, None)
-    if gate_up_bias is not None or down_bias is not None or gated_mlp_refusal(y, gate_up, down) is not None:
+    if not is_packed_mlp(y, gate_up, gate_up_bias, down, down_bias, activation):
         return None
+    assert isinstance(gate_up, Packed) and isinstance(down, Packed)
     return int4_gated_mlp_of_sum(y, partial, gate_up, down, norm=norm, norm_eps=eps, ahead=ahead)

@@ -12,13 +12,12 @@ from pallas_kernels.int4_matmul import Packed
 from pallas_kernels.int4_matmul.api import refusals_of
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.plan import PART
-from pallas_kernels.int4_matmul.planes import MOST_TOKENS
 from pallas_kernels.paged_attention.api import mosaic_refusal as attention_refusal
 from pallas_kernels.paged_attention.new_token import DecodePlan
 from pallas_kernels.paged_attention.plan import Plan
 
-MOST_HIDDEN, MOST_KV_HEADS, MOST_ROOM = 2048, 8, 2048
-"""Inputs that a block holds, clusters that are on the card at once, and places of a page table."""
+MOST_TOKENS, MOST_KV_HEADS, MOST_ROOM = 2, 8, 2048
+"""Tokens, clusters that are on the card at once, and places of a page table."""
 MOST_SLICES = 16
 """Every block reads them all."""
 MOST_ROWS = 8
@@ -103,8 +102,8 @@ def attention_block_refusal(
             return f"it takes linear codes of 4 bits, not {weight.kind} of {weight.bits}"
     if batch != 1 or tokens > MOST_TOKENS:
         return f"it takes one sequence of up to {MOST_TOKENS} new tokens, not {batch} of {tokens}"
-    if hidden > MOST_HIDDEN or hidden % (WARPS * PART):
-        return f"it takes {WARPS * PART} or {MOST_HIDDEN} inputs, not {hidden}"
+    if hidden != WARPS * PART:
+        return f"it takes {WARPS * PART} inputs, not {hidden}"
     if slices > MOST_SLICES:
         return f"it adds up to {MOST_SLICES} slices, not {slices}"
     if k_pages.dtype != jnp.bfloat16:

@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention.new_token import Arguments, Head, NewTokens
 
 
 class Tables:
-    """The norms' weights and the angles of the new tokens, in shared memory."""
+    """The norms' weights and the angles of the new tokens, in shared memory of the products."""
 
     def __init__(self, m: Any, plan: BlockPlan, args: Arguments):
         self.m, self._args, self._tables, start = m, args, [], plan.tables_start
@@ -127,11 +127,9 @@ class Output:
         self.m, self.plan, self._a, self._kv_head = m, plan, a, kv_head
         product = plan.o
         first = split * WARPS + m.warp
-        steps = [i * (BLOCKS * WARPS) for i in range(product.schedule.strips)]
-        self._strips = [first + step for step in steps]
-        whole = product.strips % (BLOCKS * WARPS) == 0
-        place = (kv_head * product.warp_tiles, [first] * len(steps), steps, plan.o_start)
-        self._stream = Strips(m, product, a.weights, *place, all_exist=whole)
+        self._strips = [first + i * (BLOCKS * WARPS) for i in range(product.schedule.strips)]
+        first_tile = kv_head * product.warp_tiles
+        self._stream = Strips(m, product, a.weights, first_tile, self._strips, plan.o_start)
         self._x = Halves(m, product, Heads(w, plan))
 
     def fill(self) -> None:

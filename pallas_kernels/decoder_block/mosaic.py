@@ -25,13 +25,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decoder_block.attend import Output, SentTokens, Tables, merge_sums, send_sums
 from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
-from pallas_kernels.decoder_block.project import Strips, SummedRow, SummedRows, project, send_heads, strips_of
+from pallas_kernels.decoder_block.project import Strips, SummedRows, project, send_heads, strips_of
 from pallas_kernels.early_launch import take_turn
 from pallas_kernels.int4_matmul import strip
 from pallas_kernels.int4_matmul.ahead import Ahead, fetch_ahead
 from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
+from pallas_kernels.int4_matmul.operands import Halves
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.paged_attention.merge import Outputs, Place
 from pallas_kernels.paged_attention.new_rows import NewRows
@@ -39,13 +39,6 @@ from pallas_kernels.paged_attention.new_token import Arguments as AttentionArgum
 from pallas_kernels.paged_attention.softmax import Softmax
 from pallas_kernels.paged_attention.tiles import Pools, Tiles
 from pallas_kernels.paged_attention.warp import Warp
-
-
-class OrderedWarp(Warp):
-    """Its loads stay where they are written: those of read-only memory ptxas moves behind what waits for others."""
-
-    def _load_global(self, address: Any, size: int, predicate: Any, modifier: str, kind: str, constant: int = 0) -> Any:
-        return super()._load_global(address, size, predicate, modifier.replace(".nc", ""), kind, constant)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +56,7 @@ class Arguments:
 
 
 def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split: Any) -> None:
-    """What one warp does: `w` is a `Warp` and `m` a `ClusterWarp` (or NumPy twins) of the same shared memory."""
+    """What one warp does: `w` is a `Warp` and `m` a `ClusterWarp` (or NumPy twins), each with its shared memory."""
     attention = plan.decode.attention
     w.open_inbox(plan.new_barrier, w.const(plan.new_bytes, "i32"))
     w.open_inbox(plan.sums_barrier, w.const(BLOCKS * (plan.sums_bytes + 8 * attention.rows), "i32"))
@@ -75,10 +68,10 @@ def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split
     length = w.maximum(position, zero)
     tiles = Tiles(w, attention, a.pools, a.page_table, zero, kv_head, length, length, split)
     pages = [tiles.page(w.const(j, "i32")) for j in range(attention.depth)]
-    x, tables = SummedRows(m, plan, args.x, args.partial, args.norm), Tables(m, plan, a)
+    x, tables = SummedRows(w, m, plan, args.x, args.partial, args.norm), Tables(m, plan, a)
     tables.fetch()
     m.copy_commit()
-    weights = Strips(m, plan.qkv, args.qkv.weights, m.warp * plan.qkv.warp_tiles, *strips_of(m, plan, kv_head, split))
+    weights = Strips(m, plan.qkv, args.qkv.weights, m.warp * plan.qkv.warp_tiles, strips_of(m, plan, kv_head, split))
     weights.fill()
     w.cluster_wait()  # here, as it empties the L1 cache, which waits for loads
     # Behind the weights, though it is needed before: ptxas adds up as soon as it may, and what follows has to wait.
@@ -92,10 +85,8 @@ def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split
 
     m.copy_wait(plan.qkv.schedule.strips + plan.o.schedule.strips)
     m.warp_barrier()
-    x.read_norm()
-    writes = (split < 1) & (kv_head < 1) & (m.lane < x.lanes)
-    summed = [SummedRow(x, token, args.y, writes) for token in range(attention.tokens)]
-    operand = Planes(m, plan.qkv, summed, m.warp * Planes.bytes_of(plan.qkv) + plan.planes_start)
+    x.add(args.y, (split < 1) & (kv_head < 1))
+    operand = Halves(m, plan.qkv, x)
     operand.prepare()
     m.copy_wait(plan.o.schedule.strips)
     m.warp_barrier()
@@ -169,7 +160,7 @@ def attention_block(
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
             given = iter(values[: len(operands)])
-            out, y, shared, kv_head, split = values[len(operands) :]
+            out, y, shared, product_shared, kv_head, split = values[len(operands) :]
             x_ref, norm_ref, table, places, k_ref, v_ref = (next(given) for _ in range(6))
             weights = [Weights.of(weight, [next(given) for _ in of]) for weight, of in ((qkv, of_qkv), (o, of_o))]
             cos, sin = (next(given), next(given)) if rope else (None, None)
@@ -183,7 +174,7 @@ def attention_block(
             partial_ref = None if partial is None else next(given)
             later = [Ahead(next(given), array.nbytes) for array in ahead]
             args = Arguments(x_ref, partial_ref, norm_ref, y, attended, products[0], products[1], later)
-            w, m = OrderedWarp(shared), ClusterWarp(shared)
+            w, m = Warp(shared), ClusterWarp(product_shared)
             program(w, m, plan, args, w.scalar(kv_head), w.scalar(split))
 
         take_turn()
@@ -201,7 +192,10 @@ def attention_block(
         cluster_names=("split",),
         num_threads=WARPS // 4,
         thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((plan.smem_bytes // 4,), jnp.float32)],
+        scratch_types=[
+            plgpu.SMEM((plan.attention_bytes // 4,), jnp.float32),
+            plgpu.SMEM((plan.product_bytes // 4,), jnp.float32),
+        ],
         kernel_name="attention_block",
     )(*operands)
     k_pages, v_pages = (jax.freeze(pool) for pool in pools)

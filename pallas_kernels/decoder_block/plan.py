@@ -6,7 +6,6 @@ from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, Fusion, Schedule
 from pallas_kernels.int4_matmul.plan import Plan as ProductPlan
-from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.paged_attention.new_token import DecodePlan
 
 BLOCKS, WARPS = 8, 8
@@ -48,34 +47,21 @@ class BlockPlan:
         """Strips of results that a head's elements are."""
         return self.decode.attention.head_dim // STRIP
 
-    # Shared memory, in bytes. The attention's, as `DecodePlan` has it, begins where qkv's weights were: what is written
-    # there waits for the cluster's heads, and they are sent when the weights have been read.
+    # Shared memory of the attention: what `DecodePlan` has, inputs of the products, what the cluster's blocks send.
     @property
-    def planes_start(self) -> int:
-        """[warp] what `Planes` needs, behind what qkv's plan has."""
-        return _aligned(self.qkv.shared_bytes)
+    def x_start(self) -> int:
+        """[warp][token] a warp's inputs of qkv."""
+        return -(-self.decode.smem_bytes // 16) * 16
 
     @property
-    def o_start(self) -> int:
-        """Rings for o's weights."""
-        return _aligned(max(self.planes_start + WARPS * Planes.bytes_of(self.qkv), self.decode.smem_bytes))
-
-    @property
-    def tables_start(self) -> int:
-        return self.o_start + WARPS * self.o.ring_bytes
-
-    @property
-    def tables(self) -> list[tuple[str, int]]:
-        """Names, as the attention's arguments have them, and bytes."""
-        of_norm = 0 if self.decode.norm_eps is None else 4 * self.decode.attention.head_dim
-        of_angles = 2 * self.decode.attention.tokens * self.decode.rotary_dim
-        sizes = {"q_norm": of_norm, "k_norm": of_norm, "cos": of_angles, "sin": of_angles}
-        return [(name, nbytes) for name, nbytes in sizes.items() if nbytes]
+    def x_bytes(self) -> int:
+        """Of a token in one warp."""
+        return 2 * self.qkv.warp_columns
 
     @property
     def heads_start(self) -> int:
         """[token] the cluster's attended heads, the inputs of o."""
-        return _aligned(self.tables_start + sum(nbytes for _, nbytes in self.tables))
+        return self.x_start + WARPS * self.decode.attention.tokens * self.x_bytes
 
     @property
     def heads_bytes(self) -> int:
@@ -117,9 +103,26 @@ class BlockPlan:
         return self.new_barrier + 8
 
     @property
-    def smem_bytes(self) -> int:
+    def attention_bytes(self) -> int:
         return self.sums_barrier + 8
 
+    # Shared memory of the products: what qkv's plan has, then rings for o's weights.
+    @property
+    def o_start(self) -> int:
+        return -(-self.qkv.shared_bytes // 16) * 16
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
+    @property
+    def tables_start(self) -> int:
+        return self.o_start + WARPS * self.o.ring_bytes
+
+    @property
+    def tables(self) -> list[tuple[str, int]]:
+        """Names, as the attention's arguments have them, and bytes."""
+        of_norm = 0 if self.decode.norm_eps is None else 4 * self.decode.attention.head_dim
+        of_angles = 2 * self.decode.attention.tokens * self.decode.rotary_dim
+        sizes = {"q_norm": of_norm, "k_norm": of_norm, "cos": of_angles, "sin": of_angles}
+        return [(name, nbytes) for name, nbytes in sizes.items() if nbytes]
+
+    @property
+    def product_bytes(self) -> int:
+        return self.tables_start + sum(nbytes for _, nbytes in self.tables)

@@ -5,126 +5,91 @@ from typing import Any
 from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
 from pallas_kernels.int4_matmul.operands import Halves, normalised, squares_stored
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, steps_per_run
-from pallas_kernels.int4_matmul.plan import PIECE_BYTES
+from pallas_kernels.int4_matmul.plan import PART, PIECE_BYTES
 from pallas_kernels.int4_matmul.plan import Plan as ProductPlan
-from pallas_kernels.int4_matmul.planes import Planes
-from pallas_kernels.int4_matmul.row import EIGHT, Row
 from pallas_kernels.int4_matmul.stream import Places, Stream, Weights
 from pallas_kernels.int4_matmul.strip import Arguments, factors_of, pieces_of, put, totals_of
 
 
 class Strips(Stream):
-    """Strips that a warp fetches all at once: strip i is `firsts[i]` and a constant more, `steps[i]`."""
+    """Strips that a warp fetches all at once, from anywhere in the weight."""
 
     def __init__(
-        self,
-        m: Any,
-        plan: ProductPlan,
-        weights: Weights,
-        first_tile: Any,
-        firsts: list[Any],
-        steps: list[int],
-        start: int = 0,
-        *,
-        all_exist: bool = True,
+        self, m: Any, plan: ProductPlan, weights: Weights, first_tile: Any, strips: list[Any], start: int = 0
     ) -> None:
-        """Rings are from byte `start` on. What of them lies past the weight's last strip is not fetched."""
-        count = m.integer(len(firsts))
+        """`strips`: which they are; those past the weight's last are not fetched. Rings are from byte `start` on."""
+        count = m.integer(len(strips))
         self._begin(m, plan, weights, first_tile, m.integer(0), count, m.warp * plan.ring_bytes + start)
-        self._firsts, self._steps, self._all_exist = firsts, steps, all_exist
+        self._strips = strips
 
     def fill(self) -> None:
-        w = self.w
-        address, bases = self._ring + w.lane * 16, {}
-        for i, (first, step) in enumerate(zip(self._firsts, self._steps, strict=True)):
-            exists = w.lane < 32 if self._all_exist else first + step < self.plan.strips
-            for j, copy in enumerate(self._copies):
-                key = id(first), j
-                bases[key] = bases[key] if key in bases else copy.offset + first * copy.stride
-                go = exists if copy.predicate is None else exists & copy.predicate
-                # The constant is part of the instruction, an address of its own would be five.
-                place, source = copy.place + i * self.plan.slot_bytes, copy.constant + step * copy.stride
-                w.copy_async(address, copy.array, bases[key], go, to=place, source=source)
-            w.copy_commit()
+        for i, strip in enumerate(self._strips):
+            self._fetch(strip, strip < self.plan.strips, self.w.integer(i * self.plan.slot_bytes))
 
 
 class SummedRows:
-    """A warp's inputs of the new tokens: x plus the slices, and the norm's weights.
+    """A warp's inputs of the new tokens: x plus the slices, normalised, in the order of an mma's small operand.
 
-    A lane has eight neighbouring inputs of each token. With 128 inputs a warp two lanes have the same, and half of the
-    slices each.
+    A lane has four neighbouring inputs of each 128. Shared memory (the attention's, `w`) brings them into order.
     """
 
-    def __init__(self, m: Any, plan: BlockPlan, x: Any, partial: Any, norm: Any):
-        """x [tokens, hidden] bf16, partial [slices, tokens, hidden] and norm [hidden] float32.
+    def __init__(self, w: Any, m: Any, plan: BlockPlan, x: Any, partial: Any, norm: Any):
+        """Starts the reads. x [tokens, hidden] bf16, partial [slices, tokens, hidden] and norm [hidden] float32.
 
-        Starts to fetch the norm's weights, by an asynchronous copy: ptxas would put loads of them behind what waits.
+        The norm's weights come by an asynchronous copy: ptxas would put loads of them behind what waits for x.
         """
-        self.m, self.plan, self._given = m, plan, (x, partial)
+        self.w, self.m, self.plan = w, m, plan
         product = plan.qkv
-        self.lanes = product.warp_columns // EIGHT
-        self.place = m.lane % self.lanes * EIGHT
-        self.column = m.warp * product.warp_columns + self.place
-        start = m.warp * product.norm_bytes + product.norm_start
-        for first in range(0, product.norm_bytes, PIECE_BYTES):
-            column = m.warp * product.warp_columns + m.lane * 4
-            m.copy_async(start + m.lane * 16, norm, column * 4, m.lane < 32, to=first, source=first)
-        self._norm = start + self.place * 4
+        self._tokens = range(product.rows)
+        self._column = m.warp * product.warp_columns + m.lane * 4
+        self._parts = range(0, product.warp_columns, PART)
+        self._norm = m.warp * product.norm_bytes + (m.lane * 16 + product.norm_start)
+        for start in range(0, product.norm_bytes, PIECE_BYTES):
+            m.copy_async(self._norm, norm, self._column * 4, m.lane < 32, to=start, source=start)
+        self._given = x, partial
 
     def read(self) -> None:
         """Starts the reads of x and of the slices."""
         m, product, (x, partial) = self.m, self.plan.qkv, self._given
-        sharers = 32 // self.lanes
-        sharer = m.lane // self.lanes
-        self._x, self._slices = [], []
-        size = product.rows * product.in_features
-        for token in range(product.rows):
-            row = token * product.in_features
-            self._x.append(m.load_words(x, self.column, 4, None, row))
-            slices = []
-            for first in range(0, self.plan.slices, sharers):
-                exists = None if first + sharers <= self.plan.slices else sharer + first < self.plan.slices
-                offset = self.column + sharer * size
-                offset = offset if exists is None else m.select(exists, offset, self.column)
-                slices.append([m.load_four(partial, offset, exists, first * size + row + i) for i in (0, 4)])
-            self._slices.append(slices)
+        hidden = product.in_features
+        self._x = [[m.load_words(x, self._column, 2, None, t * hidden + p) for p in self._parts] for t in self._tokens]
+        self._slices = [
+            [
+                [m.load_four(partial, self._column, None, (s * product.rows + t) * hidden + p) for p in self._parts]
+                for t in self._tokens
+            ]
+            for s in range(self.plan.slices)
+        ]
 
-    def read_norm(self) -> None:
-        """The norm's weights must have come."""
-        m = self.m
-        self.weights = [m.as_number(word) for start in (0, 16) for word in m.shared_words(self._norm, start)]
+    def add(self, y: Any, writes: Any) -> None:
+        """Adds the slices, in order; where `writes`, the sums go to y [tokens, hidden]. The norm must be there."""
+        w, m, product = self.w, self.m, self.plan.qkv
+        self._buffer = w.warp * (product.rows * self.plan.x_bytes) + self.plan.x_start
+        for t in self._tokens:
+            squares = m.number(0.0)
+            for p, start in enumerate(self._parts):
+                words = list(self._x[t][p])
+                if self._slices:
+                    words = self._sum(words, [of_slice[t][p] for of_slice in self._slices])
+                m.store_words(y, self._column + (t * product.in_features + start), words, writes)
+                weights = [m.as_number(word) for word in m.shared_words(self._norm, 4 * start)]
+                words, square = normalised(m, words, weights)
+                squares = squares + square
+                w.shared_store(self._buffer + w.lane * 8 + (t * self.plan.x_bytes + 2 * start), words)
+            squares_stored(m, product, squares, (1, 2, 4, 8, 16), m.lane < 1, m.integer(4 * t))
+        m.warp_barrier()
 
-    def sum(self, token: int) -> list[Any]:
-        """x plus the slices, in an order that is always the same, as four words."""
-        m, words = self.m, self._x[token]
-        if not self.plan.slices:
-            return list(words)
-        sums: list[Any] = [number for four in self._slices[token][0] for number in four]
-        for more in self._slices[token][1:]:
-            sums = [a + b for a, b in zip(sums, [number for four in more for number in four], strict=True)]
-        if self.lanes < 32:
-            sums = [a + m.shuffle_xor(a, self.lanes) for a in sums]
+    def _sum(self, words: list[Any], slices: list[Any]) -> list[Any]:
+        m, sums = self.m, slices[0]
+        for more in slices[1:]:
+            sums = [a + b for a, b in zip(sums, more, strict=True)]
         numbers = [number for word in words for number in m.numbers_of(word)]
         sums = [a + b for a, b in zip(numbers, sums, strict=True)]
-        return [m.pair(*sums[i : i + 2]) for i in range(0, EIGHT, 2)]
+        return [m.pair(*sums[i : i + 2]) for i in (0, 2)]
 
-
-class SummedRow(Row):
-    """One token of `SummedRows`, as `Planes` takes it."""
-
-    def __init__(self, rows: SummedRows, token: int, y: Any, writes: Any):
-        """Where `writes`, the sums go to y [tokens, hidden]."""
-        self._rows, self._token, self._y, self._writes = rows, token, y, writes
-        self.place, self._lanes = rows.place, rows.lanes
-
-    def numbers(self) -> list[Any]:
-        """The lane's inputs times the norm's weights, two in a word; the squares go to shared memory."""
-        rows, m = self._rows, self._rows.m
-        product, words = rows.plan.qkv, rows.sum(self._token)
-        m.store_words(self._y, rows.column + self._token * product.in_features, words, self._writes)
-        words, square = normalised(m, words, rows.weights)
-        squares_stored(m, product, square, self.masks, m.lane < 1, m.integer(4 * self._token))
-        return words
+    def words(self) -> list[list[list[Any]]]:
+        """[tile][step][token block], as `Tokens` has them."""
+        return in_order(self.w, self.plan.qkv, self._buffer, self.plan.x_bytes)
 
 
 def in_order(w: Any, plan: ProductPlan, address: Any, row_bytes: int) -> list[list[list[Any]]]:
@@ -141,30 +106,30 @@ def in_order(w: Any, plan: ProductPlan, address: Any, row_bytes: int) -> list[li
     return [steps[t : t + per_tile] for t in range(0, len(steps), per_tile)]
 
 
-def fetched(m: Any, plan: ProductPlan, a: Arguments, x: Halves | Planes, places: Places) -> tuple[Any, Any]:
+def fetched(m: Any, plan: ProductPlan, a: Arguments, x: Halves, places: Places) -> tuple[Any, Any]:
     """A strip's words and factors, in registers."""
     factors = [factors_of(m, plan, a, x.code_bias, places, segment) for segment in range(plan.segments)]
     return pieces_of(m, plan, places), factors
 
 
-def strips_of(m: Any, plan: BlockPlan, kv_head: Any, split: Any) -> tuple[list[Any], list[int]]:
-    """The rows of q, k and v that a block has, in strips of the whole weight: `Strips`' firsts and steps."""
+def strips_of(m: Any, plan: BlockPlan, kv_head: Any, split: Any) -> list[Any]:
+    """The rows of q, k and v that a block has, in strips of the whole weight."""
     attention, count = plan.decode.attention, plan.qkv.schedule.strips
-    per_head = plan.head_strips
-
-    def strip(local: Any) -> Any:  # of the cluster's
+    per_head, strips = plan.head_strips, []
+    for i in range(count):
+        local = split * count + i  # of the cluster's
         head, inside = local // per_head, local % per_head
         query = kv_head * attention.group + head
-        value = m.select(head < attention.group + 1, m.integer(0), m.integer(attention.kv_heads))
-        other = kv_head + attention.q_heads + value
-        return m.select(head < attention.group, query, other) * per_head + inside
+        other = (
+            kv_head
+            + attention.q_heads
+            + m.select(head < attention.group + 1, m.integer(0), m.integer(1)) * (attention.kv_heads)
+        )
+        strips.append(m.select(head < attention.group, query, other) * per_head + inside)
+    return strips
 
-    if per_head % count == 0:
-        return [strip(split * count)] * count, list(range(count))
-    return [strip(split * count + i) for i in range(count)], [0] * count
 
-
-def project(m: Any, plan: BlockPlan, a: Arguments, stream: Strips, x: Planes) -> None:
+def project(m: Any, plan: BlockPlan, a: Arguments, stream: Strips, x: Halves) -> None:
     """Leaves every warp's sums of the block's strips in shared memory; their weights must be there."""
     product = plan.qkv
     strips = [fetched(m, product, a, x, places) for places in stream.places()]

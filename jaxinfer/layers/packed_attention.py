@@ -1,0 +1,65 @@
+"""The attention half of a layer as one kernel, where there is one."""
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float, Float32
+
+from jaxinfer.layers.residual import Pending, Residual
+from jaxinfer.layers.weights import Weight
+from jaxinfer.tiers import LayerPages
+from pallas_kernels.decoder_block import attention_block, attention_block_refusal
+from pallas_kernels.int4_matmul import Packed
+
+
+def packed_attention(
+    x: Residual,
+    norm: Float[Array, " hidden"] | None,
+    qkv: Weight,
+    o: Weight,
+    pages: LayerPages,
+    rope: tuple[Float32[Array, "batch tokens half"], Float32[Array, "batch tokens half"]] | None,
+    *,
+    norm_eps: float,
+    num_heads: int,
+    scale: float,
+    interleaved: bool,
+    q_norm: Float[Array, " head_dim"] | None,
+    k_norm: Float[Array, " head_dim"] | None,
+    ahead: Sequence[jax.Array] = (),
+) -> tuple[Pending, Array, Array] | None:
+    """The residual stream behind the output projection, still pending, and the pools with the new tokens.
+
+    For few tokens of one row of a small model with packed weights; else None. The new tokens' places follow each other,
+    from the row's first position on; -1 is an idle row. `ahead`: weights that are read next, which the kernel may bring
+    nearer.
+    """
+    y, partial = (x.x, x.partial) if isinstance(x, Pending) else (x, None)
+    if norm is None or pages.older or not isinstance(qkv, Packed) or not isinstance(o, Packed):
+        return None
+    store, place = pages.store, pages.place
+    keys, values, table = store.keys[place], store.values[place], pages.page_table
+    sizes = {"num_q_heads": num_heads, "rotary_dim": 0 if rope is None else 2 * rope[0].shape[2]}
+    slices = 0 if partial is None else len(partial)
+    if attention_block_refusal(y, slices, qkv, o, keys, table, **sizes) is not None:
+        return None
+    left, y, keys, values = attention_block(
+        y,
+        partial,
+        qkv,
+        o,
+        keys,
+        values,
+        table,
+        pages.positions[:, 0],
+        *(rope or (None, None)),
+        norm=norm,
+        norm_eps=norm_eps,
+        num_q_heads=num_heads,
+        scale=scale,
+        interleaved=interleaved,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        ahead=ahead,
+    )
+    return Pending(y, left), keys, values
