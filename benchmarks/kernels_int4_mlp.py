@@ -48,13 +48,11 @@ MODELS = {
     "qwen3-0.6b": ("gate_up_3072", "down_3072"),
 }
 TRIED = {
-    ("8b", 64): [WideSchedule(64, tiles=2, cluster=4, blocks=112, turns=turns) for turns in (0, 1)],
     ("qwen3-8b", 80): [
         WideSchedule(80, tiles=2),
         WideSchedule(80, warpgroups=3, cluster=2),
-        WideSchedule(80, warpgroups=3, cluster=2, turns=1),
     ],
-    ("qwen3-0.6b", 32): [WideSchedule(32, tiles=2), WideSchedule(32), WideSchedule(32, warpgroups=1)],
+    ("qwen3-0.6b", 32): [WideSchedule(32, tiles=2), WideSchedule(32, warpgroups=1)],
 }
 """Schedules of gate and up, by model and rows."""
 BLOCKS = {"8b": 4, "qwen3-8b": 4, "qwen3-0.6b": 40}
@@ -213,7 +211,7 @@ def under(arguments: argparse.Namespace, rows: int, weights: Any) -> dict[str, t
     """The ways of TRIED."""
     schedules = [] if arguments.layer else TRIED.get((arguments.model, rows), [])
     return {
-        f"gated {s.tokens}t{s.warpgroups}x{s.tiles} {s.cluster}c {s.turns} turns": (
+        f"gated {s.tokens}t{s.warpgroups}x{s.tiles} {s.cluster}c": (
             functools.partial(gated_under, s),
             weights,
         )

@@ -130,9 +130,7 @@ def run(
     error = float(jnp.linalg.norm(first.astype(jnp.float32) - tokens.expected) / jnp.linalg.norm(tokens.expected))
     same = all(bool(jnp.array_equal(first, other)) for other in others)
     s = schedule
-    name = f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.cluster}c{s.stages}d" + f" {s.turns} turns" * (
-        s.turns > 0
-    )
+    name = f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.cluster}c{s.stages}d" + " turns" * s.turns
     right = same and error < 1e-2
     note = f"{rows} {shape} {name}: error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'}"
     note += "" if right else " WRONG"

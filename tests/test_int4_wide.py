@@ -77,12 +77,12 @@ def truncation(plan: WidePlan) -> float:
     ("rows", "out_features", "in_features", "group_size", "kind", "schedule"),
     [
         (20, 200, 384, 128, "zero_point", WideSchedule(24, stages=3, blocks=1)),
-        (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=3, slices=2, blocks=3, turns=2)),
+        (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=3, slices=2, blocks=3, turns=True)),
         (40, 136, 320, 64, "minimum", WideSchedule(16, tiles=2, stages=2, blocks=2)),
         (17, 40, 200, 16, "zero_point", WideSchedule(8, warpgroups=1, stages=2, cluster=2, blocks=2)),
         (33, 264, 640, -1, "minimum", WideSchedule(24, warpgroups=4, slices=3, stages=2)),
         (33, 520, 256, 256, "zero_point", WideSchedule(48, tiles=2, cluster=4, stages=2, blocks=4)),
-        (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8, turns=1)),
+        (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8, turns=True)),
     ],
 )
 def test_kernel_on_simulated_warps(rows, out_features, in_features, group_size, kind, schedule) -> None:
@@ -123,7 +123,7 @@ def test_results_of_16_bits(rows: int, out_features: int, schedule: WideSchedule
     ("rows", "results", "group_size", "run", "schedule"),
     [
         (20, 128, 128, 2, WideSchedule(24, warpgroups=1, tiles=2, stages=2)),
-        (41, 256, 16, 1, WideSchedule(24, tiles=2, stages=2, cluster=2, blocks=2, turns=1)),
+        (41, 256, 16, 1, WideSchedule(24, tiles=2, stages=2, cluster=2, blocks=2, turns=True)),
     ],
 )
 def test_gated_results_in_the_order_of_the_next_product(rows, results, group_size, run, schedule) -> None:
@@ -344,9 +344,9 @@ def test_slices_are_added_in_the_norms_kernel_on_the_gpu(rows: int) -> None:
     [
         (9, 16, None),
         (100, 32, None),
-        (300, 128, WideSchedule(128, tiles=2, cluster=2, stages=4, blocks=8, turns=2)),
+        (300, 128, WideSchedule(128, tiles=2, cluster=2, stages=4, blocks=8, turns=True)),
         (77, 64, WideSchedule(80, warpgroups=3, cluster=2, blocks=8)),
-        (40, 32, WideSchedule(40, warpgroups=1, turns=1)),
+        (40, 32, WideSchedule(40, warpgroups=1)),
         (1000, -1, None),
     ],
 )
@@ -475,16 +475,16 @@ def test_unpacking_on_the_gpu(out_features: int, in_features: int, group_size: i
         WideSchedule(64, cluster=4, stages=7, blocks=16),
         WideSchedule(32, tiles=2, slices=2, stages=4),
         WideSchedule(128, cluster=2, stages=5, blocks=16),
-        WideSchedule(200, cluster=2, stages=3, blocks=16, turns=2),
+        WideSchedule(200, cluster=2, stages=3, blocks=16, turns=True),
         WideSchedule(200, warpgroups=1, cluster=4, stages=3, blocks=16),
         WideSchedule(64, tiles=2, cluster=4, stages=6, blocks=16),
         WideSchedule(128, tiles=2, stages=4, blocks=16),
-        WideSchedule(64, cluster=2, stages=8, blocks=16, turns=2),
-        WideSchedule(128, tiles=2, stages=4, blocks=16, turns=2),
-        WideSchedule(64, cluster=4, stages=8, blocks=16, turns=2),
-        WideSchedule(104, tiles=2, cluster=2, stages=4, blocks=16, turns=2),
-        WideSchedule(80, tiles=2, cluster=2, stages=5, blocks=16, turns=1),
-        WideSchedule(128, warpgroups=3, stages=4, blocks=16, turns=1),
+        WideSchedule(64, cluster=2, stages=8, blocks=16, turns=True),
+        WideSchedule(128, tiles=2, stages=4, blocks=16, turns=True),
+        WideSchedule(64, cluster=4, stages=8, blocks=16, turns=True),
+        WideSchedule(104, tiles=2, cluster=2, stages=4, blocks=16, turns=True),
+        WideSchedule(80, tiles=2, cluster=2, stages=5, blocks=16, turns=True),
+        WideSchedule(128, warpgroups=3, stages=4, blocks=16, turns=True),
     ],
 )
 def test_schedules_on_the_gpu(schedule: WideSchedule) -> None:

@@ -36,7 +36,7 @@ from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_arrange import arrange, shape
-from pallas_kernels.int4_matmul.wide_fetch import after, fetch
+from pallas_kernels.int4_matmul.wide_fetch import after, fetch, next_empty
 from pallas_kernels.int4_matmul.wide_norm import arrange_normalised
 from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_results import gated, store, store_lines, store_ordered
@@ -71,7 +71,11 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
         if schedule.warpgroups in REGISTERS:
             w.set_registers(REGISTERS[schedule.warpgroups][0], more=False)
         start = (w.integer(0), w.integer(1))  # the first time round, every slot is empty
-        w.loop(parts, start, lambda i, carry: fetch(w, plan, a, part(i), rank, carry))
+        last = w.loop(parts, start, lambda i, carry: fetch(w, plan, a, part(i), rank, carry))
+        if schedule.cluster > 1:
+            # A block may not end while others still report to its barriers. Waiting here leaves out the fence of a
+            # barrier of the cluster, which would wait for the results too.
+            w.loop(w.integer(schedule.stages), last, lambda i, carry: next_empty(w, plan, *carry))
 
     def consume() -> None:
         if schedule.warpgroups in REGISTERS:
@@ -99,8 +103,6 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
 
     w.when(w.warp < plan.consumer_warps, consume)
     w.when(w.integer(plan.consumer_warps) <= w.warp, produce)
-    if schedule.cluster > 1:
-        w.cluster_barrier()  # a block may not end while others still report to its barriers
 
 
 def multiply_part(
@@ -111,9 +113,8 @@ def multiply_part(
     sums, tiles = schedule.tokens // 2, range(schedule.tiles)
     # The warpgroup's tiles of 64 features follow each other; this warp has a strip of each.
     strip = w.warp // 4 * (4 * schedule.tiles) + w.warp % 4
-    batches = plan.turns or STAGE // COLUMNS
-    columns = STAGE // batches
-    products = [(u, i) for u in tiles for i in range(columns // 16)]
+    batches, steps = STAGE // COLUMNS, COLUMNS // 16
+    products = [(u, i) for u in tiles for i in range(steps)]
     turn = w.warp // 4 + TURNS
     next_turn = w.select(turn < TURNS + schedule.warpgroups - 1, turn + 1, w.integer(TURNS))
 
@@ -139,13 +140,11 @@ def multiply_part(
 
     def words(base: Any, tile: int, batch: int) -> list[list[Any]]:
         """A lane's of each step of 16 inputs: one, or two of codes of 8 bits."""
-        address, found = base + strip * plan.words_bytes + w.lane * 16, []
-        for column_tile in range(batch * columns // COLUMNS, (batch + 1) * columns // COLUMNS):
-            place = plan.x_bytes + 4 * plan.words_bytes * tile + plan.tile_bytes * column_tile
-            pieces = range(place, place + plan.tile_bytes, PIECE_BYTES)
-            some = [word for piece in pieces for word in w.shared_words(address, piece)]
-            found += [some[i : i + len(pieces)] for i in range(0, len(some), len(pieces))]
-        return found
+        address = base + strip * plan.words_bytes + w.lane * 16
+        place = plan.x_bytes + 4 * plan.words_bytes * tile + plan.tile_bytes * batch
+        pieces = range(place, place + plan.tile_bytes, PIECE_BYTES)
+        some = [word for piece in pieces for word in w.shared_words(address, piece)]
+        return [some[i : i + len(pieces)] for i in range(0, len(some), len(pieces))]
 
     # A batch is unpacked while the one before is multiplied. Each has products of all tiles: where a loop goes round
     # with some sums finished and others not, ptxas makes every product wait for the one before.
@@ -163,25 +162,16 @@ def multiply_part(
             operands = []
             for u in tiles:
                 for i, word in enumerate(early[b][u] if early else words(base, u, b)):
-                    operands += segments[u][(b * columns + i * 16) // plan.segment].weights(word)
-            if plan.turns == 1:
-                operands = w.wgmma_fence(operands)  # all of it is unpacked before the turn
+                    operands += segments[u][(b * COLUMNS + i * 16) // plan.segment].weights(word)
             if plan.turns:
                 w.wait_turn(turn)
-            if plan.turns != 1:
-                operands = w.wgmma_fence(operands)
+            operands = w.wgmma_fence(operands)
             for place, (u, i) in enumerate(products):
-                if plan.turns == 1 and place + 1 == len(products):
-                    w.give_turn(next_turn)  # before the last one: the other warpgroup takes a while to begin
-                step = b * columns // 16 + i
-                acc[u] = w.wgmma(acc[u], operands[4 * place : 4 * place + 4], matrix, step * 32 * schedule.tokens)
+                first = (b * steps + i) * 32 * schedule.tokens
+                acc[u] = w.wgmma(acc[u], operands[4 * place : 4 * place + 4], matrix, first)
             w.wgmma_commit()
-            if plan.turns == 2:
+            if plan.turns:
                 w.give_turn(next_turn)
-            if plan.turns == 1:
-                acc = grouped(w.wgmma_wait(0, [value for tile in acc for value in tile]))
-                release(slot, w.lane < 32)
-                continue
             # The batch before has been read. Behind the products: where ptxas sees a wait only before the next ones,
             # it makes them wait for each other too.
             if not last or b + 1 < batches:
@@ -196,9 +186,8 @@ def multiply_part(
     # the wait that follows it.
     end = part.count - 1
     slot, parity, before, *flat = stage(end, w.loop(end, start, stage), last=True)
-    if plan.turns != 1:
-        flat = w.wgmma_wait(0, flat)
-        release(before, w.lane < 32)
+    flat = w.wgmma_wait(0, flat)
+    release(before, w.lane < 32)
     if book is not None:
         flat = [value * book.unit for value in flat]
     return (slot, parity), [(strip + 4 * u, values) for u, values in enumerate(grouped(flat))]

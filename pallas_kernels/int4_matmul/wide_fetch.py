@@ -52,7 +52,7 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
         slot, parity = carry
         step, base = part.first_step + index, slot * plan.stage_bytes
         full = slot * 8 + plan.full_barriers
-        w.barrier_wait(slot * 8 + plan.empty_barriers, parity)
+        following = next_empty(w, plan, slot, parity)
         w.expect_bytes(full, plan.x_bytes, leader)
         source = (part.token_tile * plan.steps + step) * plan.x_bytes + mine
         w.copy_to_cluster(base + mine, a.x, source, share, full, schedule.cluster, leader)
@@ -61,9 +61,15 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
         if plan.offset_bytes:
             rows(a.weights.offsets, plan.offset_bytes, plan.offsets_start, step, base)
         w.arrive_when_copied(full)
-        return after(w, plan, slot, parity)
+        return following
 
     return w.loop(part.count, carry, stage)
+
+
+def next_empty(w: Any, plan: WidePlan, slot: Any, parity: Any) -> tuple[Any, Any]:
+    """Waits until the cluster has read what was in a slot; the slot that follows, and its parity."""
+    w.barrier_wait(slot * 8 + plan.empty_barriers, parity)
+    return after(w, plan, slot, parity)
 
 
 def after(w: Any, plan: WidePlan, slot: Any, parity: Any) -> tuple[Any, Any]:

@@ -32,8 +32,8 @@ class WideSchedule:
 
     Where there are too few parts for that, a part is over one of `slices` slices of the inputs, whose sums XLA adds.
 
-    `turns`: the multiplying warpgroups take turns at the tensor cores, so that one unpacks while another multiplies:
-    two in a stage, or one, and then a warpgroup's products of a stage are done before it unpacks the next.
+    `turns`: the multiplying warpgroups take turns at the tensor cores, two in a stage, so that one unpacks while
+    another multiplies.
     """
 
     tokens: int = 64
@@ -43,7 +43,7 @@ class WideSchedule:
     cluster: int = 1
     stages: int = 4
     blocks: int = 132
-    turns: int = 0
+    turns: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +167,8 @@ class WidePlan:
         return 4 * self.schedule.warpgroups
 
     @property
-    def turns(self) -> int:
-        return self.schedule.turns if self.schedule.warpgroups > 1 else 0
+    def turns(self) -> bool:
+        return self.schedule.turns and self.schedule.warpgroups > 1
 
     @property
     def segment(self) -> int:

@@ -22,7 +22,7 @@ CLUSTERS = (1, 2, 4)
 RESIDENT = {1: 132, 2: 132, 4: 112}
 """Blocks that 132 multiprocessors run at once, by the blocks of a cluster: groups of multiprocessors are no multiples
 of four. Clusters of 4 took two rounds at 128 blocks."""
-SHAPES = ((2, 1, 64), (2, 1, 128), (2, 2, 64), (2, 2, 128), (3, 1, 128), (2, 1, 256))
+SHAPES = ((1, 1, 256), (2, 1, 64), (2, 1, 128), (2, 2, 64), (2, 2, 128), (3, 1, 128), (2, 1, 256))
 """Multiplying warpgroups, tiles of each, and most tokens for which there are registers."""
 MEASURED = {
     (16, 4096, 14336): WideSchedule(16),
@@ -33,7 +33,7 @@ MEASURED = {
     (64, 4096, 6144): WideSchedule(64, slices=2, cluster=4, blocks=112),
     (128, 4096, 6144): WideSchedule(128, warpgroups=1, cluster=4, blocks=112),
     (256, 4096, 14336): WideSchedule(256, cluster=4, blocks=112),
-    (256, 4096, 28672): WideSchedule(128, tiles=2, cluster=4, blocks=112, turns=2),
+    (256, 4096, 28672): WideSchedule(128, tiles=2, cluster=4, blocks=112, turns=True),
     (256, 14336, 4096): WideSchedule(128, slices=2, cluster=2),
     (256, 4096, 6144): WideSchedule(256, warpgroups=1, cluster=4, blocks=112),
 }
@@ -96,7 +96,6 @@ def _candidates(plan: WidePlan, multiprocessors: int) -> list[WidePlan | None]:
         fitted(plan, WideSchedule(tokens, warpgroups, tiles, s, c, blocks=resident(c, multiprocessors)))
         for (warpgroups, tiles, most), s, c in itertools.product(SHAPES, slices, CLUSTERS)
         for tokens in _even(plan.rows, most)
-        if not plan.gated or tiles == 2
     ]
 
 

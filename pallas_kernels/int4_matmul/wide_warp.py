@@ -195,8 +195,11 @@ class WideWarp(Int4Warp):
         self._emit(ptx, "r,r", self._shared(barrier), parity.ir)
 
     def cluster_barrier(self) -> None:
-        """Waits for every thread of the cluster; what they wrote is visible after it."""
-        self._emit("barrier.cluster.arrive.release.aligned;", "")
+        """Waits for every thread of the cluster; of what they wrote, only `barriers_ready`'s is surely visible then.
+
+        A fence of everything would wait for the whole card's memory.
+        """
+        self._emit("barrier.cluster.arrive.relaxed.aligned;", "")
         self._emit("barrier.cluster.wait.acquire.aligned;", "")
 
     # Turns of two warpgroups
