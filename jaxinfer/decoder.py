@@ -378,8 +378,10 @@ def decoder_layer[Cache: KVCache](
             x = add_branch(x, heads, params.o, params.o_bias, params.attn_post_norm, config)
     with jax.named_scope("mlp"):
         block = (params.mlp_norm, config.norm_eps, params.gate_up, params.gate_up_bias)
-        ahead = jax.tree.leaves(following)
-        kernels = packed_mlp(x, *block, params.down, params.down_bias, config.activation, ahead)
+        ahead = following
+        if kernel is not None and following is not None:  # whose attention brings the rest of its layer nearer
+            ahead = (following.attn_norm, following.qkv, following.o, following.q_norm, following.k_norm)
+        kernels = packed_mlp(x, *block, params.down, params.down_bias, config.activation, jax.tree.leaves(ahead))
         if kernels is not None:
             partial, x = kernels
             if params.mlp_post_norm is None and config.residual_multiplier == 1.0:
