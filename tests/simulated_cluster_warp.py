@@ -21,9 +21,14 @@ BF16 = ml_dtypes.bfloat16
 
 
 class SimulatedClusterWarp(SimulatedWideWarp):
-    def expect_sent(self, barrier: int, nbytes: int) -> None:
+    def load_words(
+        self, ref: np.ndarray, offset: np.ndarray, count: int, predicate: np.ndarray | None, constant: int = 0
+    ) -> tuple[np.ndarray, ...]:
+        return super().load_words(ref.view(np.uint8), offset, count, predicate, constant)
+
+    def expect_sent(self, barrier: int, nbytes: int, warp: int = 0) -> None:
         assert barrier % 8 == 0 and barrier + 8 <= self.bytes.size, "no place for a barrier"
-        if self.warp[0] == 0:
+        if self.warp[0] == warp:
             self.barriers.state[self.block, barrier] = [1, 1, 0, 0]
             self.barriers.update(self.block, barrier, arrivals=1, nbytes=nbytes)
 

@@ -192,6 +192,14 @@ class SimulatedInt4Warp(SimulatedCodeWords, SimulatedWarp):
         words = self.bytes.view(np.int32)
         return tuple(words[address // 4 + i] for i in range(count))
 
+    def load_pair(self, ref: np.ndarray, offset: np.ndarray, dtype: str, constant: int = 0) -> tuple[np.ndarray, ...]:
+        places = offset + constant
+        assert ref.dtype == DTYPES[dtype] and (places % 2 == 0).all() and (places + 1 < ref.size).all()
+        return tuple(ref[places + i].astype(np.float32) for i in range(2))
+
+    def pair_numbers(self, words: Sequence[np.ndarray], dtype: str) -> Sequence[np.ndarray]:
+        return words
+
     def shared_store_words(self, address: np.ndarray, words: Sequence[np.ndarray], constant: int = 0) -> None:
         address = address + constant
         assert (address % (4 * len(words)) == 0).all(), "unaligned shared write"

@@ -69,10 +69,10 @@ class Addend(NamedTuple):
     partial: Any
     total: Any
 
-    def expect(self, w: Any) -> None:
+    def expect(self, w: Any, warp: int = 0) -> None:
         """Opens the inbox, if one is needed; all warps' `cluster_arrive` and `cluster_wait` come before `send`."""
         if self.plan.cluster > 1:
-            w.expect_sent(self.plan.barrier, 2 * self.plan.rows * self.plan.features)
+            w.expect_sent(self.plan.barrier, 2 * self.plan.rows * self.plan.features, warp)
 
 
 class ClusterSum:

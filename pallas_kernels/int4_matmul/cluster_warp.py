@@ -15,9 +15,14 @@ from pallas_kernels.paged_attention.warp import Value
 class ClusterWarp(WideWarp):
     """Emits at MLIR's current insertion point. The tests have a NumPy twin."""
 
-    def expect_sent(self, barrier: int, nbytes: int) -> None:
-        """Lets `nbytes` be sent here, once `cluster_arrive` and `cluster_wait` followed in all blocks."""
+    def expect_sent(self, barrier: int, nbytes: int, warp: int = 0) -> None:
+        """Lets `nbytes` be sent here, once `cluster_arrive` and `cluster_wait` followed in all blocks.
+
+        One warp does it: it takes a hundred clocks.
+        """
         first = self.thread < 1
+        if warp:
+            first = (self.thread < 32 * warp + 1) & (self.integer(32 * warp - 1) < self.thread)
         self.barrier_init(self.integer(barrier), 1, first)
         self.expect_bytes(self.integer(barrier), nbytes, first)
         self._emit("fence.mbarrier_init.release.cluster;", "")

@@ -20,8 +20,7 @@ from pallas_kernels.int4_matmul.ahead import Ahead, fetch_ahead
 from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.cluster_sum import Addend, ClusterSum
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan
-from pallas_kernels.int4_matmul.gated_weights import DownWeights, GateWeights
-from pallas_kernels.int4_matmul.once import norm_of_warp, read_all
+from pallas_kernels.int4_matmul.gated_weights import DownWeights, gate_weights
 from pallas_kernels.int4_matmul.operands import Halves
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
@@ -55,43 +54,40 @@ def feed_forward(
 
     `block` counts all blocks; those of a cluster have neighbouring numbers. `ahead` is what later kernels read first.
     """
-    first = plan.gate_up
-    gates = GateWeights(w, plan, gate_up.weights, gate_up.norm, block)
-    later, first_tile = DownWeights(w, plan, down.weights, block), w.warp * first.warp_tiles
+    first, first_tile = plan.gate_up, w.warp * plan.gate_up.warp_tiles
+    w.expect_sent(plan.barriers.hidden, 2 * plan.rows * plan.features)
+    if addend is not None:
+        addend.expect(w, warp=1)
+    w.cluster_arrive()
     addition, rows = None, []
     if addend is None:
         rows = [Row(w, first, gate_up.x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
     else:
         addition = ClusterSum(w, addend, gate_up.x, block)
-    w.warp_barrier()  # without it, ptxas would move these loads behind what waits
-    w.expect_sent(plan.barriers.hidden, 2 * plan.rows * plan.features)
-    gates.expect()
-    later.expect()
-    if addend is not None:
-        addend.expect(w)
-    w.block_barrier()
-    w.cluster_arrive()
-    gates.fill()
-    later.fill()
+    norm = None if gate_up.norm is None else Row.norm_of(w, first, gate_up.norm, first_tile)
+    gates = gate_weights(w, plan, gate_up, block)
     w.cluster_wait()
     if addition is not None:
-        addition.send()
+        # All warps do, but ptxas may not put what waits for x in front of the loads above.
+        w.when(w.warp < plan.warps, addition.send)
+    later = DownWeights(w, plan, down, block)  # not in front of what is to be added
+    w.warp_barrier()
+    if addition is not None:
         x = addition.arrived()
         rows = [SharedRow(w, first, x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
-    if first.norm_bytes:
-        w.barrier_wait(w.integer(plan.barriers.norm), w.integer(0))
+    if norm is not None:
         for row in rows:
-            row.read_norm(norm_of_warp(w, first))
+            row.take_norm(norm)
     x, hidden = Planes(w, first, rows, plan.planes_of(w.warp)), Halves(w, plan.down, Hidden(w, plan))
     x.prepare()
-    read = read_all(w, first, gate_up, x, gates.arrived())
+    read = gates.strips(x.code_bias)
     # All sums before the first is stored: products of different strips need not wait for each other.
     totals = [totals_of(w, first, x, pieces, factors.__getitem__) for pieces, factors in read]
     for strip, sums in enumerate(totals):
         put(w, first, x, sums, w.integer(strip * first.strip_bytes))
     w.block_barrier()
     _send_hidden(w, plan, block % plan.cluster)
-    read = read_all(w, plan.down, down, hidden, later.arrived())
+    read = later.strips(hidden.code_bias)
     # Memory has nothing to do from here on.
     fetch_ahead(w, ahead, block * plan.warps + w.warp, plan.blocks * plan.warps)
     w.warp_barrier()  # nor shall it read them behind what waits for the features

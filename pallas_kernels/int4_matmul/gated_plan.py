@@ -50,13 +50,10 @@ class DownPlan(Plan):
 
 
 class Barriers(NamedTuple):
-    """Where those are in shared memory that count bytes: of what blocks send each other, and of weights."""
+    """Where those are in shared memory that count the bytes that blocks send each other."""
 
     sum: int
     hidden: int
-    norm: int
-    gates: int
-    down: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +86,10 @@ class GatedPlan:
         inputs, hidden, outputs = gate_up.shape[1], down.shape[1], down.shape[0]
         warps = inputs // PART
         each = gate_up.shape[0] // STRIP // (clusters * cluster)
-        first = Plan.of(rows, gate_up, Schedule(warps, 1, each, each, once=True), Fusion(norm_eps))
+        # Weights go into registers: no depth.
+        first = Plan.of(rows, gate_up, Schedule(warps, 1, each, 0, once=True), Fusion(norm_eps))
         each = -(-(outputs // STRIP // cluster) // warps)
-        second = Plan.of(rows, down, Schedule(warps, 1, each, each, once=True))
+        second = Plan.of(rows, down, Schedule(warps, 1, each, 0, once=True))
         tiles = hidden // COLUMNS // clusters
         return cls(first, DownPlan(**vars(second), tiles_each=tiles), clusters, cluster, sharing, slices)
 
@@ -148,15 +146,11 @@ class GatedPlan:
         """Of a block's second product."""
         return self.down.strips // self.cluster
 
-    # Shared memory, in bytes: the first product's, then each warp's strips of the second, then what blocks exchange.
-    @property
-    def down_start(self) -> int:
-        return self.gate_up.shared_bytes
-
+    # Shared memory, in bytes: the first product's, then what blocks exchange.
     @property
     def sum_start(self) -> int:
         """x and its slices, added: all inputs."""
-        return self.down_start + self.warps * self.down.ring_bytes
+        return self.gate_up.shared_bytes
 
     @property
     def hidden(self) -> Rows:

@@ -264,6 +264,16 @@ class Int4Warp(CodeWords):
         )
         return tuple(Value(llvm.extractvalue(i32, words, [i])) for i in range(count))
 
+    def load_pair(self, ref: ir.Value, offset: Value, dtype: str, constant: int = 0) -> Words:
+        """Elements `offset + constant` and the next, as `pair_numbers` takes them; the first is of even number."""
+        size = {"uint8": 1, "float32": 4}.get(dtype, 2)
+        if size == 4:
+            return self._load(self._pointer(ref, offset, 4), 2, None, 4 * constant)
+        ptx = f"ld.global.{'u16' if size == 1 else 'b32'} $0, [$1 + {size * constant}];"
+        pointer = self._pointer(ref, offset, size)
+        got = llvm.inline_asm(_int(32), [pointer], ptx, "=r,l,~{memory}", has_side_effects=True)
+        return (Value(got),)
+
     def load_number(self, ref: ir.Value, offset: Value, dtype: str, predicate: Value) -> Value:
         """Element `offset` of an array of `dtype`, as float32; zero where the predicate is false."""
         f32 = ir.F32Type.get()
@@ -315,24 +325,33 @@ class Int4Warp(CodeWords):
 
     def shared_pair(self, address: Value, dtype: str, constant: int = 0) -> Words:
         """Two neighbouring numbers from `address + constant` on, as float32; `dtype` is a NumPy name."""
-        i32, f32 = _int(32), ir.F32Type.get()
         if dtype == "float32":
             return tuple(self.shared_number(address, constant + place) for place in (0, 4))
         if dtype == "uint8":
-            # The byte as the last one of a float of exponent 23: a permutation and a sum cost less than a conversion.
             both = self._shared_load("ld.shared.u16", address, constant, _int(16), "h")
-            both, numbers = arith.extui(i32, both), []
+            return self.pair_numbers((Value(arith.extui(_int(32), both)),), dtype)
+        both = self._shared_load("ld.shared.b32", address, constant, _int(32), "r")
+        return self.pair_numbers((Value(both),), dtype)
+
+    def pair_numbers(self, words: Sequence[Value], dtype: str) -> Words:
+        """Two neighbouring numbers in a word (two words of float32), as float32; `dtype` is a NumPy name."""
+        i32, f32 = _int(32), ir.F32Type.get()
+        if dtype == "float32":
+            return tuple(self.as_number(word) for word in words)
+        both = words[0].ir
+        if dtype == "uint8":
+            # The byte as the last one of a float of exponent 23: a permutation and a sum cost less than a conversion.
+            numbers = []
             for selector in ("0x7440", "0x7441"):
                 word = llvm.inline_asm(i32, [both], f"prmt.b32 $0, $1, 0x4B000000, {selector};", "=r,r")
                 numbers.append(Value(llvm.bitcast(f32, word)) - 8388608.0)
             return tuple(numbers)
-        both = self._shared_load("ld.shared.b32", address, constant, i32, "r")
         if dtype == "bfloat16":
             return self.numbers_of(Value(both))
         if dtype == "float16":
             halves = (arith.trunci(_int(16), word) for word in (both, arith.shrui(both, mgpu_utils.c(16, i32))))
             return tuple(Value(arith.extf(f32, llvm.bitcast(ir.F16Type.get(), half))) for half in halves)
-        raise ValueError(f"shared_pair does not read {dtype}")
+        raise ValueError(f"pair_numbers does not read {dtype}")
 
     def _shared_load(self, ptx: str, address: Value, constant: int, kind: ir.Type, constraint: str) -> ir.Value:
         pointer = arith.addi(self._scratch, address.ir)
