@@ -17,6 +17,8 @@ FILES = (
     "test_int4_matmul.py",
     "test_int4_fused.py",
     "test_int4_wide.py",
+    "test_mlp_block.py",
+    "test_attention_block.py",
     "test_byte_matmul.py",
     "test_packed_products.py",
     "test_packed_weights.py",
