@@ -27,8 +27,19 @@ compiled(product, array(jnp.bfloat16, rows, k), array(jnp.float32, k), *weights)
 
 
 @pytest.mark.parametrize(
-    ("rows", "what"), [(64, "alone"), (256, "alone"), (2048, "alone"), (64, "gated"), (256, "gated")]
+    ("rows", "n", "what"),
+    [
+        (64, 14336, "alone"),
+        (128, 6144, "alone"),  # a block of one multiplying warpgroup
+        (256, 14336, "alone"),
+        (2048, 14336, "alone"),
+        (64, 14336, "gated"),
+        (80, 12288, "gated"),  # gates and others of different warps
+        (256, 14336, "gated"),
+    ],
 )
-def test_products_are_not_serialised_and_nothing_is_spilled(rows: int, what: str, tmp_path: pathlib.Path) -> None:
-    run_program(PROGRAM, rows, 4096, 14336, what, dump=tmp_path)
+def test_products_are_not_serialised_and_nothing_is_spilled(
+    rows: int, n: int, what: str, tmp_path: pathlib.Path
+) -> None:
+    run_program(PROGRAM, rows, 4096, n, what, dump=tmp_path)
     assert check_reports(tmp_path, "int4_*", 3 if what == "gated" else 2)  # the norm, and the products
