@@ -14,6 +14,11 @@ from simulated_int4_warp import flat_weights
 from simulated_warp import Cluster, SimulatedWarp, run_cluster
 from simulated_wide_warp import Barriers, SimulatedWideWarp
 
+from jaxinfer import kv_cache
+from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
+from jaxinfer.decoder import forward
+from jaxinfer.params import random_params
+from jaxinfer.quantization.plan import resolve
 from pallas_kernels.decoder_block import attention_block, attention_block_refusal, mosaic
 from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
 from pallas_kernels.int4_matmul import PackedInt4, from_codes, strip, to_mosaic
@@ -266,6 +271,25 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(wide) == "it takes 8 KV heads of 8 query rows, not 1 of 32"
     long = dataclasses.replace(case, pages=129)
     assert refusal(long) == "it is for page tables of up to 2048 places, not 2064"
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_small_models_layers_are_two_kernels(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int4_api.dispatch, "hopper_refusal", lambda: None)
+    rope = RopeConfig("default", 1e6, 128)
+    layers = (LayerConfig(rope),) * 2
+    sizes = (4096, 256, 1024, 3072, 16, 8, 128)
+    config = ModelConfig("qwen3", *sizes, layers, 4096, 1e-6, attention_scale=128**-0.5, qk_norm="head")
+    plan = resolve("int4")
+    params = jax.eval_shape(lambda: random_params(config, jnp.bfloat16, 0, plan=plan))
+    cache = jax.eval_shape(lambda: kv_cache.create(config, 40, dtype="bfloat16"))
+    positions, table = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, tokens), (1, 32)))
+
+    def step(params: Any, cache: Any, ids: Any, positions: Any, table: Any) -> Any:
+        return forward(params, ids, positions, cache, table, config=config, stage="decode")
+
+    text = lower_for_cuda(step, params, cache, positions, positions, table)
+    assert text.count("@mosaic_gpu_v2") == 2 * len(layers)
 
 
 @pytest.mark.gpu
