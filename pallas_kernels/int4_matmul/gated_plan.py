@@ -14,18 +14,13 @@ from pallas_kernels.int4_matmul.shared_rows import Rows, row_bytes
 SHAPES = ((12, 8), (8, 4))
 """Clusters, and blocks of each. What a block fetches and computes counts, so that there should be many blocks; more
 slices than 12 cost the kernel behind this one time."""
-MOST_BYTES = 227 * 1024
-"""Shared memory of a block."""
 
 
 def shape_for(rows: int, gate_up: Packed, down: Packed) -> tuple[int, int] | None:
     """Clusters, and blocks of each, for a block that is faster in one kernel than in several; None for others."""
     for clusters, cluster in SHAPES:
         if GatedPlan.refusal(rows, gate_up, down, clusters, cluster) is None:
-            # A norm takes the more memory, and slices before it.
-            plan = GatedPlan.of(rows, gate_up, down, 1e-6, clusters, cluster, cluster, 1)
-            if plan.shared_bytes <= MOST_BYTES:
-                return clusters, cluster
+            return clusters, cluster
     return None
 
 

@@ -5,12 +5,11 @@ cluster that will write it: strip i of the cluster's to block i % slices. So sli
 nothing is written but results, and the residual is added on the way.
 """
 
-import functools
 from typing import Any
 
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.plan import Plan
-from pallas_kernels.int4_matmul.strip import Arguments, over_warps
+from pallas_kernels.int4_matmul.strip import Arguments, sum_over_warps
 
 
 def open_inbox(w: Any, plan: Plan, slice_: Any, count: Any) -> None:
@@ -33,14 +32,10 @@ def send(w: Any, plan: Plan, slice_: Any, first: Any, strips: Any, buffer: Any) 
         inside = strip < strips
         address = strip * plan.strip_bytes + token * plan.token_bytes + row * 4
         address = w.select(inside, buffer + address, w.integer(0))
-        total = over_warps(plan, functools.partial(_number, w, address), plan.sums_start, plan.sums_bytes)[0]
+        total = sum_over_warps(w, plan, address, plan.sums_start, plan.sums_bytes)
         strip = w.select(inside, first + strip, w.integer(0))
         place = (strip // plan.slices * plan.slices + slice_) * (plan.rows * STRIP) + token * STRIP + row
         w.send_words(place * 4 + plan.inbox_start, [total], strip % plan.slices, plan.inbox_barrier, inside)
-
-
-def _number(w: Any, address: Any, place: int) -> list[Any]:
-    return [w.shared_number(address, place)]
 
 
 def finish(w: Any, plan: Plan, a: Arguments, slice_: Any, first_strip: Any, count: Any) -> None:

@@ -134,7 +134,7 @@ def residual_of(w: Any, plan: Plan, a: Arguments, result: Result) -> Any:
 def write(w: Any, plan: Plan, a: Arguments, result: Result, residual: Callable[[], Any]) -> None:
     """Adds the warps' sums of a result, in order, and writes what becomes of them."""
     totals = [
-        _over_warps(w, plan, result.sums, plan.sums_start + part * plan.strip_bytes, plan.sums_bytes)
+        sum_over_warps(w, plan, result.sums, plan.sums_start + part * plan.strip_bytes, plan.sums_bytes)
         for part in range(plan.strip_parts)
     ]
     if plan.fusion.norm_eps is not None:
@@ -149,20 +149,16 @@ def write(w: Any, plan: Plan, a: Arguments, result: Result, residual: Callable[[
 
 def root_of(w: Any, plan: Plan, token: Any) -> Any:
     """What a token's sums are to be multiplied by: one over the root of its mean square."""
-    total = _over_warps(w, plan, token * 4, plan.squares_start, plan.squares_bytes)
+    total = sum_over_warps(w, plan, token * 4, plan.squares_start, plan.squares_bytes)
     return w.rsqrt(total * (1.0 / plan.in_features) + plan.fusion.norm_eps)
 
 
-def _over_warps(w: Any, plan: Plan, address: Any, start: int, nbytes: int) -> Any:
-    return over_warps(plan, lambda place: [w.shared_number(address, place)], start, nbytes)[0]
-
-
-def over_warps(plan: Plan, read: Callable[[int], list[Any]], start: int, nbytes: int) -> list[Any]:
-    """The sums of what `read` finds of every warp, at `start` and each `nbytes` later."""
-    totals = read(start)
+def sum_over_warps(w: Any, plan: Plan, address: Any, start: int, nbytes: int) -> Any:
+    """The sum of every warp's number, at `address + start` and each `nbytes` later."""
+    total = w.shared_number(address, start)
     for other in range(1, plan.schedule.warps):
-        totals = [total + more for total, more in zip(totals, read(start + other * nbytes), strict=True)]
-    return totals
+        total = total + w.shared_number(address, start + other * nbytes)
+    return total
 
 
 def store(w: Any, plan: Plan, a: Arguments, slice_: Any, first_strip: Any, strips: Any, buffer: Any) -> None:
