@@ -61,7 +61,7 @@ def feed_forward(
     w.cluster_arrive()
     addition, rows = None, []
     if addend is None:
-        rows = [Row(w, first, gate_up.x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
+        rows = [Row(w, first, gate_up.x, None, first_tile, None, row) for row in range(plan.rows)]
     else:
         addition = ClusterSum(w, addend, gate_up.x, block)
     norm = None if gate_up.norm is None else Row.norm_of(w, first, gate_up.norm, first_tile)
@@ -74,7 +74,7 @@ def feed_forward(
     w.warp_barrier()
     if addition is not None:
         x = addition.arrived()
-        rows = [SharedRow(w, first, x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
+        rows = [SharedRow(w, first, x, None, first_tile, None, row) for row in range(plan.rows)]
     if norm is not None:
         for row in rows:
             row.take_norm(norm)

@@ -24,6 +24,14 @@ def shape_for(rows: int, gate_up: Packed, down: Packed) -> tuple[int, int] | Non
     return None
 
 
+class GatePlan(Plan):
+    """A block's part of the first product. Its weights, and the norm's, go straight into registers."""
+
+    @property
+    def norm_bytes(self) -> int:
+        return 0
+
+
 @dataclasses.dataclass(frozen=True)
 class DownPlan(Plan):
     """A cluster's part of the second product, of `tiles_each` tiles of inputs: a warp has whole strips of results."""
@@ -58,7 +66,7 @@ class GatedPlan:
     `slices` of what came before, or 0, are added by `sharing` blocks together, one or a cluster's.
     """
 
-    gate_up: Plan
+    gate_up: GatePlan
     down: DownPlan
     clusters: int
     cluster: int
@@ -81,12 +89,13 @@ class GatedPlan:
         inputs, hidden, outputs = gate_up.shape[1], down.shape[1], down.shape[0]
         warps = inputs // PART
         each = gate_up.shape[0] // STRIP // (clusters * cluster)
-        # Weights go into registers: no depth.
         first = Plan.of(rows, gate_up, Schedule(warps, 1, each, 0, once=True), Fusion(norm_eps))
         each = -(-(outputs // STRIP // cluster) // warps)
         second = Plan.of(rows, down, Schedule(warps, 1, each, 0, once=True))
         tiles = hidden // COLUMNS // clusters
-        return cls(first, DownPlan(**vars(second), tiles_each=tiles), clusters, cluster, sharing, slices)
+        return cls(
+            GatePlan(**vars(first)), DownPlan(**vars(second), tiles_each=tiles), clusters, cluster, sharing, slices
+        )
 
     @staticmethod
     def refusal(rows: int, gate_up: Packed, down: Packed, clusters: int, cluster: int) -> str | None:
