@@ -15,7 +15,7 @@ import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,14 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
+from benchmarks import block_stamps
 from benchmarks.harness import RESULTS, Recorder
 from benchmarks.kernels_int4 import BF16, Case, random_weight
-from pallas_kernels.decoder_block import attention_block, attention_block_refusal, mosaic
-from pallas_kernels.decoder_block.mosaic import Arguments, attend
-from pallas_kernels.decoder_block.plan import BLOCKS, BlockPlan
+from pallas_kernels.decoder_block import attention_block, attention_block_refusal
+from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
 from pallas_kernels.int4_matmul import (
     int4_gated_mlp_of_sum,
     int4_matmul,
@@ -38,10 +36,9 @@ from pallas_kernels.int4_matmul import (
     int4_matmul_of_sum,
     sum_slices,
 )
-from pallas_kernels.int4_matmul.warp import Value
-from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.paged_attention import decode_attention
-from pallas_kernels.paged_attention.warp import Warp
+from pallas_kernels.paged_attention.new_token import DecodePlan
+from pallas_kernels.paged_attention.plan import Plan
 
 LAYERS, STEPS, CALLS, EPS = 28, 16, 6, 1e-6
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 1024, 3072, 16, 8, 128, 16, 32
@@ -104,17 +101,20 @@ def pools(layers: int, position: int, table: np.ndarray) -> list[dict[str, jax.A
 
 # A way takes (x, partial or None, a layer's weights and pools, the call's other inputs, the next layer's weights) and
 # returns the residual stream as x and slices, and the pools.
-def alone(x: Any, partial: Any, layer: Any, pool: Any, call: Any, following: Any) -> Any:
-    """As `one_kernel`, which brings the next layer's weights into the L2 cache, without that."""
-    del following
-    return one_kernel(x, partial, layer, pool, call)
-
-
-def one_kernel(x: Any, partial: Any, layer: Any, pool: Any, call: Any, following: Any = None) -> Any:
-    ahead = () if following is None else jax.tree.leaves([following[name] for name in FIRST])
+def block(x: Any, partial: Any, layer: Any, pool: Any, call: Any, ahead: Sequence[jax.Array] = ()) -> Any:
     weights = {name: layer[name] for name in FIRST}
     left, y, *after = attention_block(x, partial, **weights, **pool, **call, **ATTENTION, ahead=ahead)
     return y, left, after
+
+
+def one_kernel(x: Any, partial: Any, layer: Any, pool: Any, call: Any, following: Any = None) -> Any:
+    del following
+    return block(x, partial, layer, pool, call)
+
+
+def one_kernel_ahead(x: Any, partial: Any, layer: Any, pool: Any, call: Any, following: Any) -> Any:
+    """And it brings the next layer's weights into the L2 cache."""
+    return block(x, partial, layer, pool, call, jax.tree.leaves([following[name] for name in FIRST]))
 
 
 def three_kernels(
@@ -143,9 +143,9 @@ def whole_now(x: Any, partial: Any, layer: Any, pool: Any, call: Any, following:
 
 
 def whole(x: Any, partial: Any, layer: Any, pool: Any, call: Any, following: Any) -> Any:
-    """A whole layer in two kernels."""
-    ahead = {name: layer[name] for name in ("gate_up", "down", "mlp_norm")}
-    y, left, after = one_kernel(x, partial, layer, pool, call, {**dict.fromkeys(FIRST), **ahead, "qkv": ahead})
+    """A whole layer in two kernels, each of which brings the other's weights into the L2 cache."""
+    ahead = jax.tree.leaves([layer[name] for name in ("gate_up", "down", "mlp_norm")])
+    y, left, after = block(x, partial, layer, pool, call, ahead)
     return *mlp(y, left, layer, following), after
 
 
@@ -158,22 +158,22 @@ def mlp(x: Any, partial: Any, layer: Any, following: Any) -> Any:
 
 WAYS: dict[str, Callable[..., Any]] = {
     "three kernels": three_kernels,
-    "one kernel": alone,
-    "one kernel, ahead": one_kernel,
+    "one kernel": one_kernel,
+    "one kernel, ahead": one_kernel_ahead,
     "layer now": whole_now,
     "layer of two kernels": whole,
 }
 PREDICTED = {
-    ("three kernels", 1): 10.9,
-    ("one kernel", 1): 6.3,
-    ("one kernel, ahead", 1): 6.0,
-    ("layer now", 1): 17.4,
-    ("layer of two kernels", 1): 15.4,
-    ("layer now", 2): 18.2,
-    ("layer of two kernels", 2): 16.2,
+    ("three kernels", 1): 11.0,
+    ("one kernel", 1): 8.9,
+    ("one kernel, ahead", 1): 8.6,
+    ("layer now", 1): 17.6,
+    ("layer of two kernels", 1): 14.8,
     ("three kernels", 2): 11.3,
-    ("one kernel", 2): 6.6,
-    ("one kernel, ahead", 2): 6.3,
+    ("one kernel", 2): 10.2,
+    ("one kernel, ahead", 2): 9.7,
+    ("layer now", 2): 19.0,
+    ("layer of two kernels", 2): 16.5,
 }
 """Microseconds a layer of the chain."""
 
@@ -251,100 +251,11 @@ def measure(recorder: Recorder, name: str, tokens: int, function: Any, layers: A
     print("  kernels a step, us:", ", ".join(shown), flush=True)
 
 
-# Stamps: clocks that the kernel writes in place of its slices.
-STAMPS = 64
-NAMES = (
-    "weights and x asked for; all asked for; tables there (twice); (x) in order; weights there (twice); (product) warps' "
-    "sums made; all; (sum, send) sent; heads there; (norm, RoPE) staged; all; (attend) stored; all; (send) o's weights "
-    "there (twice); (read) before sums; sums there; (merge) merged; all; end"
-)
-
-
-class Stamps:
-    """Clocks of the first and of the last warp of a block."""
-
-    def __init__(self, m: WideWarp, args: Arguments, block: Value):
-        last = m.integer(6) < m.warp
-        self._m, self._out, self._next = m, args.o.out, 0
-        self._lead = (m.lane < 1) & m.select(m.warp < 1, m.warp < 1, last)
-        self._base = block * (2 * STAMPS) + m.select(last, m.integer(STAMPS), m.integer(0))
-
-    def put(self) -> None:
-        m, i32 = self._m, ir.IntegerType.get_signless(32)
-        bits = llvm.inline_asm(i32, [], "mov.u32 $0, %clock;", "=r,~{memory}", has_side_effects=True)
-        pointer = m._pointer(self._out, self._base + self._next, 4)
-        m._emit("@$2 st.global.b32 [$0], $1;", "l,r,b", pointer, bits, self._lead.ir)
-        self._next += 1
-
-
-class StampedWarp(Warp):
-    stamps: Stamps
-
-    def block_barrier(self) -> None:
-        self.stamps.put()
-        super().block_barrier()
-        self.stamps.put()
-
-    def wait_inbox(self, barrier: int, scope: str = "cluster") -> None:
-        self.stamps.put()
-        super().wait_inbox(barrier, scope)
-        self.stamps.put()
-
-
-class StampedWideWarp(WideWarp):
-    stamps: Stamps
-
-    def warp_barrier(self) -> None:
-        super().warp_barrier()
-        self.stamps.put()
-
-    def copy_wait(self, pending: int) -> None:
-        super().copy_wait(pending)
-        self.stamps.put()
-
-    def store_number(self, ref: Any, offset: Value, value: Value, dtype: str, predicate: Value) -> None:
-        super().store_number(ref, offset, value, dtype, predicate & (value < -1e30))
-
-
-def stamped(w: Warp, m: WideWarp, plan: BlockPlan, args: Arguments, kv_head: Value, split: Value) -> None:
-    stamps = Stamps(m, args, kv_head * BLOCKS + split)
-    both = StampedWarp.__new__(StampedWarp), StampedWideWarp.__new__(StampedWideWarp)
-    for given, made in zip((w, m), both, strict=True):
-        made.__dict__.update(given.__dict__, stamps=stamps)
-    stamps.put()
-    attend(*both, plan, args, kv_head, split)
-    stamps.put()
-
-
-def stamped_kernel(x: Any, partial: Any, layer: Any, pool: Any, call: Any) -> Any:
-    kernel = mosaic.attention_block
-    mosaic.attention_block = functools.partial(kernel, program=stamped)  # while it is traced
-    try:
-        return one_kernel(x, partial, layer, pool, call)
-    finally:
-        mosaic.attention_block = kernel
-
-
-def show_stamps(tokens: int, function: Any, layers: Any) -> None:
-    """Medians over layers and blocks of clocks since the kernel's start."""
-    call = inputs(tokens, POSITIONS[0])
-    given = pools(LAYERS, POSITIONS[0], np.asarray(call["page_table"]))
-    function(layers, given, call)
-    launches = function(layers, given, call)
-    clocks = np.stack([np.asarray(launch).reshape(-1)[: 64 * 2 * STAMPS] for launch in launches]).view(np.uint32)
-    clocks = clocks.reshape(LAYERS * 64, 2, STAMPS).astype(np.int64)
-    print(f"{tokens} tokens, clocks: {NAMES}")
-    for which, label in enumerate(("first warp", "last warp")):
-        since = (clocks[:, which] - clocks[:, which, :1]) & 0xFFFFFFFF
-        print(f"  {label}:", " ".join(f"{np.median(column):.0f}" for column in since.T[1:24]), flush=True)
-
-
-def layers_stamped(layers: Any, pools: Any, call: dict[str, Any]) -> list[jax.Array]:
-    rest = {name: value for name, value in call.items() if name not in ("x", "partial")}
-    return [
-        stamped_kernel(call["x"], call["partial"], layer, pool, rest)[1]
-        for layer, pool in zip(layers, pools, strict=True)
-    ]
+def plan_of(tokens: int, layer: dict[str, Any]) -> BlockPlan:
+    """As `attention_block` has it."""
+    sizes = (1, tokens, HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES, HEAD_DIM**-0.5)
+    attention = Plan(*sizes, splits=BLOCKS, warps=WARPS, depth=1)
+    return BlockPlan.of(DecodePlan(attention, HEAD_DIM, False, EPS), layer["qkv"], layer["o"], KV_HEADS, EPS)
 
 
 def main() -> None:
@@ -387,7 +298,9 @@ def main() -> None:
             for name, way in WAYS.items():
                 lowered[name] = chain(way).lower(layers, given, call)
             if arguments.stamps:
-                lowered["stamps"] = jax.jit(layers_stamped).lower(layers, given, call)
+                lowered["stamps"] = jax.jit(
+                    functools.partial(block_stamps.layers_stamped, plan_of(tokens, layers[0]))
+                ).lower(layers, given, call)
             compiled |= {(tokens, name): executor.submit(program.compile) for name, program in lowered.items()}
         for tokens in arguments.tokens:
             program = {name: future.result() for (of, name), future in compiled.items() if of == tokens}
@@ -398,7 +311,9 @@ def main() -> None:
             for name in WAYS:
                 measure(recorder, name, tokens, program[name], layers, (given, call))
             if arguments.stamps:
-                show_stamps(tokens, program["stamps"], layers)
+                program["stamps"](layers, given, call)
+                print(f"{tokens} tokens")
+                block_stamps.show(program["stamps"](layers, given, call), KV_HEADS)
 
 
 if __name__ == "__main__":

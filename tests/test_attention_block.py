@@ -273,8 +273,7 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(long) == "it is for page tables of up to 2048 places, not 2064"
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_a_small_models_layers_are_two_kernels(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_models_layers_are_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int4_api.dispatch, "hopper_refusal", lambda: None)
     rope = RopeConfig("default", 1e6, 128)
     layers = (LayerConfig(rope),) * 2
@@ -283,7 +282,7 @@ def test_a_small_models_layers_are_two_kernels(tokens: int, monkeypatch: pytest.
     plan = resolve("int4")
     params = jax.eval_shape(lambda: random_params(config, jnp.bfloat16, 0, plan=plan))
     cache = jax.eval_shape(lambda: kv_cache.create(config, 40, dtype="bfloat16"))
-    positions, table = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, tokens), (1, 32)))
+    positions, table = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 2), (1, 32)))
 
     def step(params: Any, cache: Any, ids: Any, positions: Any, table: Any) -> Any:
         return forward(params, ids, positions, cache, table, config=config, stage="decode")
