@@ -42,7 +42,6 @@ from pallas_kernels.int4_matmul.scaled import Scaled
 from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.strip import (
     Arguments,
-    Operand,
     arguments_of,
     factors_of,
     pieces_of,
@@ -108,7 +107,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
         joined.finish(w, plan, a, slice_, stream.first_strip, stream.count)
 
 
-def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Operand:
+def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Halves | Digits | Scaled:
     """The warp's share of x, on its way."""
     if not plan.schedule.scaled:
         way = Digits if plan.schedule.digits else Halves
