@@ -103,7 +103,8 @@ class SpeculativeBatch(Batch):
         num_drafted = self.controller.choose(context)
         if num_drafted and self.unseen:
             self.speculative_state = self._catch_up(self.speculative_state, from_empty=False)
-        num_steps = max(1, self.limits.decode_chunk // 2) if num_drafted else self.limits.decode_chunk
+        # A chunk runs to its end when the last row is done: with drafts it has about as many tokens, not as many steps.
+        num_steps = max(1, self.limits.decode_chunk // 4) if num_drafted else self.limits.decode_chunk
         most = sum(entry.num_steps * (entry.num_drafted + 1) for entry in self.in_flight)
         most += num_steps * (num_drafted + 1)
         reach = max(
