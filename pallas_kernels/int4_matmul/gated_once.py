@@ -20,17 +20,15 @@ from pallas_kernels.int4_matmul.ahead import Ahead, fetch_ahead
 from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.cluster_sum import Addend, ClusterSum
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan
-from pallas_kernels.int4_matmul.gated_weights import DownWeights, GateWeights
-from pallas_kernels.int4_matmul.once import norm_of_warp, read_all
+from pallas_kernels.int4_matmul.gated_weights import DownWeights, gate_weights
 from pallas_kernels.int4_matmul.operands import Halves
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.plan import Plan
 from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.int4_matmul.row import Row
 from pallas_kernels.int4_matmul.shared_rows import SharedRow, SharedTokens
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
-from pallas_kernels.int4_matmul.strip import Arguments, arguments_of, put, root_of, totals_of
+from pallas_kernels.int4_matmul.strip import Arguments, arguments_of, put, root_of, sum_over_warps, totals_of
 
 
 class Hidden:
@@ -56,43 +54,40 @@ def feed_forward(
 
     `block` counts all blocks; those of a cluster have neighbouring numbers. `ahead` is what later kernels read first.
     """
-    first = plan.gate_up
-    gates = GateWeights(w, plan, gate_up.weights, gate_up.norm, block)
-    later, first_tile = DownWeights(w, plan, down.weights, block), w.warp * first.warp_tiles
+    first, first_tile = plan.gate_up, w.warp * plan.gate_up.warp_tiles
+    w.expect_sent(plan.barriers.hidden, 2 * plan.rows * plan.features)
+    if addend is not None:
+        addend.expect(w, warp=1)
+    w.cluster_arrive()
     addition, rows = None, []
     if addend is None:
-        rows = [Row(w, first, gate_up.x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
+        rows = [Row(w, first, gate_up.x, None, first_tile, None, row) for row in range(plan.rows)]
     else:
         addition = ClusterSum(w, addend, gate_up.x, block)
-    w.warp_barrier()  # without it, ptxas would move these loads behind what waits
-    w.expect_sent(plan.barriers.hidden, 2 * plan.rows * plan.features)
-    gates.expect()
-    later.expect()
-    if addend is not None:
-        addend.expect(w)
-    w.block_barrier()
-    w.cluster_arrive()
-    gates.fill()
-    later.fill()
+    norm = None if gate_up.norm is None else Row.norm_of(w, first, gate_up.norm, first_tile)
+    gates = gate_weights(w, plan, gate_up, block)
     w.cluster_wait()
     if addition is not None:
-        addition.send()
+        # All warps do, but ptxas may not put what waits for x in front of the loads above.
+        w.when(w.warp < plan.warps, addition.send)
+    later = DownWeights(w, plan, down, block)  # not in front of what is to be added
+    w.warp_barrier()
+    if addition is not None:
         x = addition.arrived()
-        rows = [SharedRow(w, first, x, gate_up.norm, first_tile, None, row) for row in range(plan.rows)]
-    if first.norm_bytes:
-        w.barrier_wait(w.integer(plan.barriers.norm), w.integer(0))
+        rows = [SharedRow(w, first, x, None, first_tile, None, row) for row in range(plan.rows)]
+    if norm is not None:
         for row in rows:
-            row.read_norm(norm_of_warp(w, first))
+            row.take_norm(norm)
     x, hidden = Planes(w, first, rows, plan.planes_of(w.warp)), Halves(w, plan.down, Hidden(w, plan))
     x.prepare()
-    read = read_all(w, first, gate_up, x, gates.arrived())
+    read = gates.strips(x.code_bias)
     # All sums before the first is stored: products of different strips need not wait for each other.
     totals = [totals_of(w, first, x, pieces, factors.__getitem__) for pieces, factors in read]
     for strip, sums in enumerate(totals):
         put(w, first, x, sums, w.integer(strip * first.strip_bytes))
     w.block_barrier()
     _send_hidden(w, plan, block % plan.cluster)
-    read = read_all(w, plan.down, down, hidden, later.arrived())
+    read = later.strips(hidden.code_bias)
     # Memory has nothing to do from here on.
     fetch_ahead(w, ahead, block * plan.warps + w.warp, plan.blocks * plan.warps)
     w.warp_barrier()  # nor shall it read them behind what waits for the features
@@ -104,26 +99,31 @@ def feed_forward(
 
 
 def _send_hidden(w: Any, plan: GatedPlan, rank: Any) -> None:
-    """silu(gate) * other of the block's features, to every block of the cluster: a thread four of a token to one."""
-    first, pieces, half = plan.gate_up, STRIP // 4, plan.strips // 2
-    tasks = plan.rows * half * pieces * plan.cluster
+    """silu(gate) * other of the block's features, to every block of the cluster: a thread one of a token to one.
+
+    That is the same work for many threads: it takes less time than four of them in a fourth of the threads.
+    """
+    first, half = plan.gate_up, plan.strips // 2
+    tasks = plan.rows * half * STRIP * plan.cluster
     for start in range(0, tasks, plan.threads):
-        index, inside = w.thread + start, None
+        index, sends = w.thread + start, w.lane % 2 < 1
         if start + plan.threads > tasks:
             inside = index < tasks
-            index = w.select(inside, index, w.integer(0))
-        block, piece = index % plan.cluster, index // plan.cluster % pieces
-        strip, token = index // (plan.cluster * pieces) % half, index // (plan.cluster * pieces * half)
-        sums = strip * first.strip_bytes + token * first.token_bytes + piece * 16
-        root = None if first.fusion.norm_eps is None else root_of(w, first, token)
-        both = []
-        for part in (0, half * first.strip_bytes):
-            totals = _four_over_warps(w, first, sums, first.sums_start + part)
-            both.append(totals if root is None else [total * root for total in totals])
-        numbers = [gate * w.sigmoid(gate) * other for gate, other in zip(*both, strict=True)]
-        place = token * plan.hidden.stride + (rank * half + strip) * (2 * STRIP) + piece * 8
-        words = [w.pair(*numbers[i : i + 2]) for i in (0, 2)]
-        w.send_words(place + plan.hidden.start, words, block, plan.barriers.hidden, inside)
+            index, sends = w.select(inside, index, w.integer(0)), sends & inside
+        row, strip, block = index % STRIP, index // STRIP % half, index // (STRIP * half) % plan.cluster
+        token = index // (STRIP * half * plan.cluster)
+        sums = strip * first.strip_bytes + token * first.token_bytes + row * 4
+        gate, other = (
+            sum_over_warps(w, first, sums, first.sums_start + part, first.sums_bytes)
+            for part in (0, half * first.strip_bytes)
+        )
+        if first.fusion.norm_eps is not None:
+            root = root_of(w, first, token)
+            gate, other = gate * root, other * root
+        number = gate * w.sigmoid(gate) * other
+        pair = w.pair(number, w.shuffle_xor(number, 1))
+        place = token * plan.hidden.stride + (rank * half + strip) * (2 * STRIP) + row * 2
+        w.send_words(place + plan.hidden.start, [pair], block, plan.barriers.hidden, sends)
 
 
 def _write(w: Any, plan: GatedPlan, a: Arguments, total: Any, cluster: Any, strip: Any, mine: Any) -> None:
@@ -135,16 +135,6 @@ def _write(w: Any, plan: GatedPlan, a: Arguments, total: Any, cluster: Any, stri
         token, feature = quad * 2 + e % 2, strip * STRIP + group + 8 * (e // 2)
         place = (cluster * plan.rows + token) * plan.down.out_features + feature
         w.store_number(a.out, place, total[e], a.out_dtype, mine & (token < plan.rows))
-
-
-def _four_over_warps(w: Any, plan: Plan, address: Any, start: int) -> list[Any]:
-    """The sums of all warps' four numbers."""
-    totals: list[Any] = []
-    for warp in range(plan.schedule.warps):
-        words = w.shared_words(address, start + warp * plan.sums_bytes)
-        more = [w.as_number(word) for word in words]
-        totals = [total + number for total, number in zip(totals, more, strict=True)] if warp else more
-    return totals
 
 
 @functools.partial(jax.jit, static_argnames=("clusters", "cluster", "sharing", "norm_eps", "program"))

@@ -14,19 +14,22 @@ from pallas_kernels.int4_matmul.shared_rows import Rows, row_bytes
 SHAPES = ((12, 8), (8, 4))
 """Clusters, and blocks of each. What a block fetches and computes counts, so that there should be many blocks; more
 slices than 12 cost the kernel behind this one time."""
-MOST_BYTES = 227 * 1024
-"""Shared memory of a block."""
 
 
 def shape_for(rows: int, gate_up: Packed, down: Packed) -> tuple[int, int] | None:
     """Clusters, and blocks of each, for a block that is faster in one kernel than in several; None for others."""
     for clusters, cluster in SHAPES:
         if GatedPlan.refusal(rows, gate_up, down, clusters, cluster) is None:
-            # A norm takes the more memory, and slices before it.
-            plan = GatedPlan.of(rows, gate_up, down, 1e-6, clusters, cluster, cluster, 1)
-            if plan.shared_bytes <= MOST_BYTES:
-                return clusters, cluster
+            return clusters, cluster
     return None
+
+
+class GatePlan(Plan):
+    """A block's part of the first product. Its weights, and the norm's, go straight into registers."""
+
+    @property
+    def norm_bytes(self) -> int:
+        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +53,10 @@ class DownPlan(Plan):
 
 
 class Barriers(NamedTuple):
-    """Where those are in shared memory that count bytes: of what blocks send each other, and of weights."""
+    """Where those are in shared memory that count the bytes that blocks send each other."""
 
     sum: int
     hidden: int
-    norm: int
-    gates: int
-    down: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class GatedPlan:
     `slices` of what came before, or 0, are added by `sharing` blocks together, one or a cluster's.
     """
 
-    gate_up: Plan
+    gate_up: GatePlan
     down: DownPlan
     clusters: int
     cluster: int
@@ -89,11 +89,13 @@ class GatedPlan:
         inputs, hidden, outputs = gate_up.shape[1], down.shape[1], down.shape[0]
         warps = inputs // PART
         each = gate_up.shape[0] // STRIP // (clusters * cluster)
-        first = Plan.of(rows, gate_up, Schedule(warps, 1, each, each, once=True), Fusion(norm_eps))
+        first = Plan.of(rows, gate_up, Schedule(warps, 1, each, 0, once=True), Fusion(norm_eps))
         each = -(-(outputs // STRIP // cluster) // warps)
-        second = Plan.of(rows, down, Schedule(warps, 1, each, each, once=True))
+        second = Plan.of(rows, down, Schedule(warps, 1, each, 0, once=True))
         tiles = hidden // COLUMNS // clusters
-        return cls(first, DownPlan(**vars(second), tiles_each=tiles), clusters, cluster, sharing, slices)
+        return cls(
+            GatePlan(**vars(first)), DownPlan(**vars(second), tiles_each=tiles), clusters, cluster, sharing, slices
+        )
 
     @staticmethod
     def refusal(rows: int, gate_up: Packed, down: Packed, clusters: int, cluster: int) -> str | None:
@@ -148,15 +150,11 @@ class GatedPlan:
         """Of a block's second product."""
         return self.down.strips // self.cluster
 
-    # Shared memory, in bytes: the first product's, then each warp's strips of the second, then what blocks exchange.
-    @property
-    def down_start(self) -> int:
-        return self.gate_up.shared_bytes
-
+    # Shared memory, in bytes: the first product's, then what blocks exchange.
     @property
     def sum_start(self) -> int:
         """x and its slices, added: all inputs."""
-        return self.down_start + self.warps * self.down.ring_bytes
+        return self.gate_up.shared_bytes
 
     @property
     def hidden(self) -> Rows:

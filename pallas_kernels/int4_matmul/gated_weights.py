@@ -1,118 +1,78 @@
-"""How a block's weights of both products come into shared memory: all at once, by bulk copies.
+"""How a warp's weights of both products come into its registers: all asked for at once, each lane its own.
 
-A strip of gate or of up is as long as the inputs, so that a block's lie in two pieces; of its strips of down it takes
-the cluster's inputs. A few lanes ask for everything: asynchronous copies of 16 bytes keep all warps busy, at 35 bytes a
-clock, and x would wait behind them.
+A packed weight lies in the order in which lanes multiply it, so that nothing needs to go through shared memory.
+Asynchronous copies into it keep all warps busy at 35 bytes a clock, and x waits behind them; bulk copies come later.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan
+from pallas_kernels.int4_matmul.operands import bias_of
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.plan import Plan
-from pallas_kernels.int4_matmul.stream import Places, Weights
+from pallas_kernels.int4_matmul.strip import Arguments, Factors
+
+type Strip = tuple[list[Sequence[Any]], list[Factors]]
+"""Words by tile, and factors by segment."""
+WORDS = 256
+"""16-bit elements of a tile."""
 
 
-class GateWeights:
-    """A block's strips: gates of some features, then as many others of the same features. And the norm's weights."""
+class Weights:
+    """A warp's `count` strips, from tile `first_tile` on; those from number `half` on lie `skipped` strips further."""
 
-    def __init__(self, w: Any, plan: GatedPlan, weights: Weights, norm: Any, block: Any):
-        self.w, self.plan, self._weights, self._norm = w, plan, weights, norm
-        self._first = block * (plan.strips // 2)
+    def __init__(
+        self, w: Any, plan: Plan, a: Arguments, first_strip: Any, first_tile: Any, count: int, half: int, skipped: int
+    ):
+        """Starts the loads."""
+        self._w, self._plan, self._a = w, plan, a
+        strips = [strip if strip < half else strip + skipped for strip in range(count)]
+        words = (first_strip * plan.column_tiles + first_tile) * WORDS + w.lane * 8
+        self._words = [
+            [
+                w.load_words(a.weights.words, words, 4, None, (strip * plan.column_tiles + tile) * WORDS)
+                for tile in range(plan.warp_tiles)
+            ]
+            for strip in strips
+        ]
+        group = first_tile // (plan.segment // 64) if plan.segment > 64 else first_tile * (64 // plan.segment)
+        place = (first_strip * plan.groups + group) * STRIP + w.lane // 4 * 2
+        places = [[(strip * plan.groups + i) * STRIP for i in range(plan.segments)] for strip in strips]
 
-    def expect(self) -> None:
-        """Opens the barriers, before `fill`, with a barrier of the block between."""
-        w, plan = self.w, self.plan
-        if self._norm is not None:
-            w.expect_sent(plan.barriers.norm, 4 * plan.gate_up.in_features)
-        w.expect_sent(plan.barriers.gates, sum(plan.strips * nbytes for _, nbytes in self._rows()))
+        def pairs(array: Any, dtype: str) -> list[list[Any]]:
+            return [[w.load_pair(array, place, dtype, constant) for constant in row] for row in places]
 
-    def fill(self) -> None:
-        """Asks for the block's strips, a warp for each piece: half of an array's, or the norm's weights."""
-        w, plan, own = self.w, self.plan, self.plan.gate_up
-        half, copies, place = plan.strips // 2, [], 0
-        for array, nbytes in self._rows():
-            for part in range(2):
-                offset = (self._first + part * (own.strips // 2)) * nbytes
-                copies.append((place, array, offset, half * nbytes, plan.barriers.gates))
-                place += half * nbytes
-        if self._norm is not None:
-            copies.append((own.norm_start, self._norm, w.integer(0), 4 * own.in_features, plan.barriers.norm))
-        for i, (to, array, offset, nbytes, barrier) in enumerate(copies):
+        self._scales = pairs(a.weights.scales, a.scale_dtype)
+        self._offsets = None if a.offset_dtype is None else pairs(a.weights.offsets, a.offset_dtype)
 
-            def copy(
-                to: int = to, array: Any = array, offset: Any = offset, size: int = nbytes, at: int = barrier
-            ) -> None:
-                w.copy_to_cluster(w.integer(to), array, offset, size, w.integer(at), 1, w.lane < 1)
+    def strips(self, code_bias: float) -> list[Strip]:
+        """What has come; codes are `code_bias` + code where they are multiplied."""
+        return [(self._words[i], self._factors(i, code_bias)) for i in range(len(self._words))]
 
-            turn = i % plan.warps
-            w.when((w.integer(turn - 1) < w.warp) & (w.warp < turn + 1), copy)
-
-    def arrived(self) -> list[Places]:
-        """Where a warp's inputs of each strip are, when all are there."""
-        w, plan, own = self.w, self.plan, self.plan.gate_up
-        w.barrier_wait(w.integer(plan.barriers.gates), w.integer(0))
-        sizes = [nbytes for _, nbytes in self._rows()]
-        mine = [own.words_bytes, own.scales_bytes, own.slot_bytes - own.offsets_start]
-        return _places(w, range(plan.strips), plan.strips, sizes, 0, [w.warp * nbytes for nbytes in mine])
-
-    def _rows(self) -> list[tuple[Any, int]]:
-        own = self.plan.gate_up
-        return _rows(own, self._weights, own.groups, own.column_tiles * own.tile_bytes)
+    def _factors(self, strip: int, code_bias: float) -> list[Factors]:
+        w, a, factors = self._w, self._a, []
+        for segment, pair in enumerate(self._scales[strip]):
+            scale, offset = w.pair_numbers(pair, a.scale_dtype), None
+            if self._offsets is not None:
+                offset = w.pair_numbers(self._offsets[strip][segment], a.offset_dtype)
+            factors.append((scale, bias_of(w, self._plan, a.kind, code_bias, scale, offset)))
+        return factors
 
 
-class DownWeights:
-    """A block's strips of the second product, of the cluster's features. A warp has some, if there are enough."""
+def gate_weights(w: Any, plan: GatedPlan, a: Arguments, block: Any) -> Weights:
+    """A block's strips: gates of some features, then as many others of the same features; a warp has its inputs."""
+    own, half = plan.gate_up, plan.strips // 2
+    first_tile = w.warp * own.warp_tiles
+    return Weights(w, own, a, block * half, first_tile, plan.strips, half, own.strips // 2 - half)
 
-    def __init__(self, w: Any, plan: GatedPlan, weights: Weights, block: Any):
-        self.w, self.plan, self._weights = w, plan, weights
-        self._cluster, each = block // plan.cluster, plan.down.schedule.strips
+
+class DownWeights(Weights):
+    """A warp's strips of the second product, of the cluster's features; all warps have some, or the last have none."""
+
+    def __init__(self, w: Any, plan: GatedPlan, a: Arguments, block: Any):
+        own, each = plan.down, plan.down.schedule.strips
         self.mine = w.warp * each < plan.down_strips
-        self._place = w.select(self.mine, w.warp, w.integer(0)) * each
-        self.first_strip = block % plan.cluster * plan.down_strips + self._place
-
-    def expect(self) -> None:
-        """As of `GateWeights`."""
-        rows = self._rows()
-        self.w.expect_sent(self.plan.barriers.down, sum(self.plan.down_strips * nbytes for _, nbytes in rows))
-
-    def fill(self) -> None:
-        """Asks for the warp's strips."""
-        w, plan = self.w, self.plan
-        barrier, begin = w.integer(plan.barriers.down), plan.down_start
-        for array, nbytes in self._rows():
-            for strip in range(plan.down.schedule.strips):
-                offset = ((self.first_strip + strip) * plan.clusters + self._cluster) * nbytes
-                to = (self._place + strip) * nbytes + begin
-                w.copy_to_cluster(to, array, offset, nbytes, barrier, 1, self.mine & (w.lane < 1))
-            begin += plan.down_strips * nbytes
-
-    def arrived(self) -> list[Places]:
-        """Where the warp's strips are, when they are there."""
-        w, plan = self.w, self.plan
-        w.barrier_wait(w.integer(plan.barriers.down), w.integer(0))
-        sizes = [nbytes for _, nbytes in self._rows()]
-        places = [self._place * nbytes for nbytes in sizes]
-        return _places(w, range(plan.down.schedule.strips), plan.down_strips, sizes, plan.down_start, places)
-
-    def _rows(self) -> list[tuple[Any, int]]:
-        own = self.plan.down
-        return _rows(own, self._weights, own.warp_columns // own.segment, own.words_bytes)
-
-
-def _rows(plan: Plan, weights: Weights, groups: int, words: int) -> list[tuple[Any, int]]:
-    """Words, scales and offsets, and the bytes of a strip's."""
-    rows = [(weights.words, words), (weights.scales, groups * STRIP * plan.scale_bytes)]
-    return rows + ([(weights.offsets, groups * STRIP * plan.offset_bytes)] if plan.offset_bytes else [])
-
-
-def _places(w: Any, which: range, strips: int, sizes: list[int], start: int, inside: list[Any]) -> list[Places]:
-    """Of some of `strips` strips that lie one behind the other in each array, at `inside` each."""
-    places = []
-    for strip in which:
-        found, begin = [], start
-        for nbytes, place in zip(sizes, inside, strict=False):
-            found.append(place + (strip * nbytes + begin))
-            begin += strips * nbytes
-        places.append(Places(*found, *[w.integer(0)] * (3 - len(found))))
-    return places
+        place = w.select(self.mine, w.warp, w.integer(0)) * each
+        self.first_strip = block % plan.cluster * plan.down_strips + place
+        super().__init__(w, own, a, self.first_strip, block // plan.cluster * own.tiles_each, each, each, 0)
