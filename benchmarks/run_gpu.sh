@@ -19,31 +19,38 @@ step() {
 
 # Not measured yet, or not since it changed.
 step 200 benchmarks.gpu_tests -n 14
-step 60 benchmarks.kernels_int4_wide --tried --seconds 90
-step 60 benchmarks.kernels_bytes
-step 60 benchmarks.kv_tiers_engine --model qwen3-0.6b --batch 32 --prompt 8192 --output 128 --kv bfloat16 tiered
+step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 1 --output 513
+step 60 benchmarks.kernels_block --stamps
+step 60 benchmarks.kernels_mlp_block --stamps
 step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --first-token 128 2048
-step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 1
-step 150 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 16 --output 513
+step 120 benchmarks.throughput --model llama-3-8b --int4 --repeats 1
+step 120 benchmarks.throughput --model llama-3-8b --repeats 1 --order shortest
+step 120 benchmarks.throughput --model llama-3-8b --int4 --repeats 1 --order shortest
+step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int4 --k 4 --batch 1 --output 513
 step 120 benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --k 4 --batch 1
-step 120 benchmarks.speculation text
-step 120 benchmarks.speculation lossy --repeats 1
-step 300 benchmarks.serving --model qwen3-8b --policies --draft qwen3-0.6b --batch 8 --rate 3 --seconds 8
+step 30 benchmarks.kernels_attention --parts many --seconds 22
+step 30 benchmarks.kernels_attention --parts short --seconds 22
+step 60 benchmarks.kv_tiers_engine --model qwen3-0.6b --batch 32 --prompt 8192 --output 128 --kv tiered
+step 100 benchmarks.store --shape llama-3-8b --repeats 1 --cached --folder /dev/shm
+step 60 benchmarks.memory_plan --cases llama-3.2-1b:bfloat16:64:2048
+step 30 benchmarks.kernels_int4_layers --model 8b --kernels
 step 60 benchmarks.decode --model llama-3-8b --int4 --head int8 --batch 1
 step 90 benchmarks.decode --model llama-3-8b --ready
-step 30 benchmarks.kernels_attention --parts short --seconds 22
 step 60 benchmarks.kernels_triton bits=8 code_book context=2048 context=32768 tokens=5 kv=float8 "m=64 k" "m=256 k" --seconds 36
 step 60 benchmarks.throughput --model qwen3-0.6b
 step 90 benchmarks.kv_tiers speed --batch 1
 step 60 benchmarks.kernels_int4_mlp --seconds 40
 step 60 benchmarks.kernels_int4_few --stamps --seconds 38
 # Measured; again when what they measure has changed.
+step 150 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 16 --output 513
+step 120 benchmarks.speculation text
+step 200 benchmarks.speculation lossy --repeats 1
+step 300 benchmarks.serving --model qwen3-8b --policies --draft qwen3-0.6b --batch 8 --rate 3 --seconds 8
+step 60 benchmarks.kernels_int4_wide --tried --seconds 90
+step 60 benchmarks.kernels_bytes
 step 120 benchmarks.decode --model llama-3-8b --batch 1 16 64 --first-token 128 2048
 step 120 benchmarks.throughput --model llama-3-8b --repeats 1
-step 120 benchmarks.throughput --model llama-3-8b --int4 --repeats 1
-step 120 benchmarks.throughput --model llama-3-8b --repeats 1 --order shortest
 step 120 benchmarks.throughput --model llama-3-8b --int4 --kv int8 --repeats 1 --order shortest
-step 100 benchmarks.store --shape llama-3-8b --repeats 1 --cached --folder /dev/shm
 step 120 benchmarks.scoring --model llama-3-8b --repeats 2
 step 120 benchmarks.serving --model qwen3-8b --interference --int4 --batch 16 --readers 12 --seconds 6
 step 60 benchmarks.host_tier --model qwen3-0.6b --prompt 8192 --turns 2
