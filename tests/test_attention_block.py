@@ -72,6 +72,9 @@ CASES = [
     Case(300, tokens=2),
     Case(31, tokens=2, norm=False, group_size=32, kind="symmetric", slices=1),
     Case(-1),
+    Case(0, q_heads=8, kv_heads=1, pages=1, group_size=64),
+    Case(14, tokens=2, q_heads=1, head_dim=128, pages=1, slices=16),
+    Case(40, tokens=2, q_heads=4, head_dim=128, slices=1, group_size=256),
 ]
 ON_GPU = [
     *CASES,
@@ -250,8 +253,12 @@ def test_lowers_for_cuda() -> None:
     assert lower_for_cuda(block_of(CASES[1]), packed(CASES[1])).count("@mosaic_gpu_v2") == 1
 
 
-def refusal(case: Case, slices: int = 3, rotary_dim: int = 64, batch: int = 1, dtype: Any = None) -> str | None:
+def refusal(
+    case: Case, slices: int = 3, rotary_dim: int = 64, batch: int = 1, dtype: Any = None, scales: Any = None
+) -> str | None:
     a = packed(case)
+    if scales is not None:
+        a |= {name: dataclasses.replace(a[name], scales=a[name].scales.astype(scales)) for name in ("qkv", "o")}
     x, table = (jnp.broadcast_to(a[name][:1], (batch, *a[name].shape[1:])) for name in ("x", "page_table"))
     pages = a["k_pages"] if dtype is None else a["k_pages"].astype(dtype)
     given = (x, slices, a["qkv"], a["o"], pages, table)
@@ -271,6 +278,9 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(wide) == "it takes 8 KV heads of 8 query rows, not 1 of 32"
     long = dataclasses.replace(case, pages=129)
     assert refusal(long) == "it is for page tables of up to 2048 places, not 2064"
+    large = dataclasses.replace(case, q_heads=4, tokens=2, head_dim=128, group_size=16)
+    assert refusal(large) is None
+    assert str(refusal(large, scales=jnp.float32)).endswith("bytes of shared memory, more than 231424")
 
 
 def test_a_small_models_layers_are_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ MOST_SLICES = 16
 """Every block reads them all."""
 MOST_ROWS = 8
 """Query rows of a KV head: the columns of an mma."""
+MOST_SHARED = 227 * 1024 - 1024
+"""Bytes of shared memory that a block may have, less what the compiler takes."""
 
 
 def attention_block(
@@ -56,15 +58,11 @@ def attention_block(
       stream after the block.
     """
     _, tokens, hidden = x.shape
-    kv_heads, page_size, head_dim = k_pages.shape[1:]
     slices = 0 if partial is None else len(partial)
-    pages = page_table.shape[1]
-    attention = Plan(
-        1, tokens, num_q_heads, kv_heads, head_dim, page_size, pages, scale, splits=BLOCKS, warps=WARPS, depth=1
-    )
     norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
     rope = None if cos is None or sin is None else (cos, sin)
     rotary_dim = 0 if cos is None else 2 * cos.shape[2]
+    attention = _attention(tokens, num_q_heads, k_pages, page_table, scale)
     decode = DecodePlan(attention, rotary_dim, interleaved, None if norms is None else norm_eps)
     plan = BlockPlan.of(decode, qkv, o, slices, norm_eps)
     partial = None if partial is None else partial.reshape(slices, tokens, hidden)
@@ -121,4 +119,17 @@ def attention_block_refusal(
         return f"{inputs} inputs of a KV head's share of o are no whole groups, or more than {4 * PART}"
     if page_table.shape[1] * page_size > MOST_ROOM:
         return f"it is for page tables of up to {MOST_ROOM} places, not {page_table.shape[1] * page_size}"
-    return f"it rotates a multiple of 8 dimensions, not {rotary_dim}" if rotary_dim % 8 else None
+    if rotary_dim % 8:
+        return f"it rotates a multiple of 8 dimensions, not {rotary_dim}"
+    # With norms of the heads, whose weights take room; the scale takes none.
+    decode = DecodePlan(_attention(tokens, num_q_heads, k_pages, page_table, 1.0), rotary_dim, False, 1.0)
+    plan = BlockPlan.of(decode, qkv, o, slices, 1.0)
+    nbytes = plan.attention_bytes + plan.product_bytes
+    return f"a block needs {nbytes} bytes of shared memory, more than {MOST_SHARED}" if nbytes > MOST_SHARED else None
+
+
+def _attention(tokens: int, num_q_heads: int, k_pages: Array, page_table: Array, scale: float) -> Plan:
+    """The plan of one sequence's attention, a KV head of which a cluster has."""
+    kv_heads, page_size, head_dim = k_pages.shape[1:]
+    sizes = (tokens, num_q_heads, kv_heads, head_dim, page_size, page_table.shape[1])
+    return Plan(1, *sizes, scale, splits=BLOCKS, warps=WARPS, depth=1)
