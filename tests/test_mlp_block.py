@@ -121,6 +121,8 @@ def shapes(hidden: int, inputs: int, group: int = 128) -> tuple[PackedInt4, Pack
         (3, 3072, 1024, None),
         (1, 1536, 512, (12, 8)),
         (1, 1024, 512, (8, 4)),
+        (1, 2048, 1024, (8, 4)),
+        (1, 4096, 1024, None),
         (1, 1536, 576, None),
         (1, 8192, 2048, None),
         (1, 14336, 4096, None),

@@ -14,14 +14,26 @@ from pallas_kernels.int4_matmul.shared_rows import Rows, row_bytes
 SHAPES = ((12, 8), (8, 4))
 """Clusters, and blocks of each. What a block fetches and computes counts, so that there should be many blocks; more
 slices than 12 cost the kernel behind this one time."""
+MOST_WORDS = 160
+"""Of weights, scales and offsets that a lane asks for at once: registers hold no more beside x and sums. A 0.6B model's
+are 60 to 144."""
 
 
 def shape_for(rows: int, gate_up: Packed, down: Packed) -> tuple[int, int] | None:
     """Clusters, and blocks of each, for a block that is faster in one kernel than in several; None for others."""
     for clusters, cluster in SHAPES:
-        if GatedPlan.refusal(rows, gate_up, down, clusters, cluster) is None:
+        if GatedPlan.refusal(rows, gate_up, down, clusters, cluster) is not None:
+            continue
+        plan = GatedPlan.of(rows, gate_up, down, None, clusters, cluster, sharing=1, slices=0)
+        if _words(plan.gate_up) + _words(plan.down) <= MOST_WORDS:
             return clusters, cluster
     return None
+
+
+def _words(plan: Plan) -> int:
+    """Of a lane: those of its strips, and those of their scales and offsets, of two rows each."""
+    factors = sum(max(1, nbytes // 2) for nbytes in (plan.scale_bytes, plan.offset_bytes) if nbytes)
+    return plan.schedule.strips * (4 * plan.warp_tiles + factors * plan.segments)
 
 
 class GatePlan(Plan):
