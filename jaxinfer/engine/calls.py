@@ -57,8 +57,9 @@ def _grouped(pieces: Sequence[Piece], requests: Mapping[Track, Request], program
 
 
 def _packed(pieces: Sequence[Piece], requests: Mapping[Track, Request], programs: Programs) -> Iterator[Call]:
-    """Pieces in order, each cut into as many rows as it needs. Every call is full, of rows or of tokens, but those that
-    end a round, come before a scored piece, which goes alone, or before a piece for other weights.
+    """Pieces in order, each cut into as many rows as it needs. Every call has all its rows, or no room for the tokens
+    of the next one, but those that end a round, come before a scored piece, which goes alone, or before a piece for
+    other weights.
 
     A row may continue one of its own call: a layer writes all keys and values before it reads any.
     """

@@ -31,7 +31,8 @@ class Room(typing.NamedTuple):
     """What a prefill program has room for, into which pieces are laid row by row."""
 
     rows: int
-    """More than its tokens fill: the last row of a piece may be short, and costs no more than its tokens."""
+    """An eighth more than its tokens fill: the last row of a piece may be short, and costs its tokens alone while there
+    are rows. Of many prompts shorter than a row a call has all rows before all tokens, and computes padding."""
     tile: int
     """Tokens of a row."""
     tokens: int

@@ -21,7 +21,8 @@ class Row:
     """
 
     def __init__(self, w: Any, plan: Plan, x: Any, norm: Any, first_tile: Any, buffer: Any, row: int = 0):
-        """`norm`: float32 [in_features], or None. `buffer`: where `in_order` may write 2 x inputs bytes."""
+        """`norm`: float32 [in_features], or None. `buffer`: where `in_order` may write 2 x inputs bytes, of more than a
+        `ROUND` those of whole rounds."""
         self.w, self.plan, self._buffer, self._row = w, plan, buffer, row
         self._lanes = min(32, plan.warp_columns // EIGHT)
         self.place = w.lane % self._lanes * EIGHT
