@@ -104,7 +104,7 @@ class SpeculativeBatch(Batch):
         if num_drafted and self.unseen:
             self.speculative_state = self._catch_up(self.speculative_state, from_empty=False)
         # A chunk runs to its end when the last row is done: with drafts it has about as many tokens, not as many steps.
-        num_steps = max(1, self.limits.decode_chunk // 4) if num_drafted else self.limits.decode_chunk
+        num_steps = max(1, self.limits.decode_chunk // min(num_drafted + 1, 4))
         most = sum(entry.num_steps * (entry.num_drafted + 1) for entry in self.in_flight)
         most += num_steps * (num_drafted + 1)
         reach = max(
