@@ -47,7 +47,7 @@ def read_json(folder: str | os.PathLike[str], filename: str, *, optional: bool =
     try:
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
+        raise CheckpointError(f"{path} is not valid JSON ({error}); write or download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object; download it again")
     return value

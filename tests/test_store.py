@@ -631,3 +631,10 @@ def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: pathlib.Path) -> 
     out = save(Model(model.config, params, None, model.dtype, model.name), tmp_path / "store")
     with pytest.raises(CheckpointError, match="embed_tokens has values beyond float16's 65504"):
         load(out, dtype="float16", progress=False)
+
+
+def test_a_store_below_a_file_is_refused_by_both_their_names(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "book.txt").write_text("words")
+    names = r"book.txt/store cannot be made: .*book.txt is a file; write to another path"
+    with pytest.raises(FileExistsError, match=names), written_whole(tmp_path / "book.txt" / "store"):
+        pass

@@ -127,7 +127,7 @@ class QuantizationReport:
         promoted = [weight.name for weight in self.weights if weight.promoted]
         lines = [
             f"{self.plan.name}: {len(self.weights)} weights quantised, {len(promoted)} promoted, "
-            f"calibrated with {self.calibration_tokens} tokens of {self.source}",
+            f"errors measured on {self.calibration_tokens} tokens of {self.source}",
             f"largest errors of outputs: {', '.join(errors) or 'none'}",
             f"quality: {self.quality or 'not measured, no text was kept apart to judge by'}",
         ]

@@ -30,9 +30,13 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     another process is writing it.
     """
     check_free(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_interrupted(path)
-    folder = pathlib.Path(tempfile.mkdtemp(prefix=path.name + UNFINISHED, dir=path.parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_interrupted(path)
+        folder = pathlib.Path(tempfile.mkdtemp(prefix=path.name + UNFINISHED, dir=path.parent))
+    except OSError as error:
+        reason = "is a file" if path.parent.is_file() else f"cannot be written: {error.strerror}"
+        raise type(error)(f"{path} cannot be made: {path.parent} {reason}; write to another path") from error
     folder.chmod(0o777 & ~_umask())  # mkdtemp makes it for this user only
     lock = filelock.FileLock(folder / _LOCK)
     lock.acquire()
