@@ -21,7 +21,7 @@ from checkpoints.safetensors import read_json
 from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
 from jaxinfer.packed_weights import DeviceWeight
 from jaxinfer.params import TOP, ParamSpec, Piece, piece_specs
-from jaxinfer.store.arrays import AHEAD_BYTES, StoredArray, read_arrays, stored_file
+from jaxinfer.store.arrays import StoredArray, read_arrays, stored_file
 from jaxinfer.store.layouts import LAYOUT_VERSIONS, repacked, unpacked
 from jaxinfer.store.manifest import GGUF_METADATA, ORIGINAL, WEIGHTS, read_manifest
 from jaxinfer.store.structure import FLOATS, Described, canonical_like, named_arrays
@@ -89,18 +89,11 @@ class Store:
         ) as bar:
             for piece, specs in self.specs():
                 fields: dict[str, DeviceWeight] = {}
-                on_the_way = 0  # bytes that the host may keep until the device has them
                 for field, spec in specs.items():
                     described, where = self.manifest.weights[piece][field], f"{self.path}: {piece}.{field}"
                     host = filled(described, arrays, where)
-                    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(host))
-                    if on_the_way + num_bytes > AHEAD_BYTES:
-                        jax.block_until_ready(fields)
-                        on_the_way = 0
                     fields[field] = _placed(host, described, spec.is_norm, dtype, where)
-                    del host
-                    on_the_way += num_bytes
-                    bar.update(num_bytes)
+                    bar.update(sum(leaf.nbytes for leaf in jax.tree.leaves(host)))
                 jax.block_until_ready(fields)
                 yield piece, fields
 
