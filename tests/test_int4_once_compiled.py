@@ -74,3 +74,29 @@ def test_a_feed_forward_block_is_on_the_card_at_once(rows: int, slices: int, tmp
     threads, shared_bytes, blocks = map(int, answer.split())
     (registers,) = check_reports(tmp_path, "int4_*", 1)
     assert blocks <= 132 and threads * registers <= 65536 and shared_bytes + 1024 <= 228 * 1024
+
+
+ATTENTION = """
+from pallas_kernels.decoder_block.api import attention_block
+
+tokens, q_heads, kv_heads, head_dim = map(int, sys.argv[1:])
+hidden, bf16 = 1024, jnp.bfloat16
+qkv, o = packed((q_heads + 2 * kv_heads) * head_dim, hidden), packed(hidden, q_heads * head_dim)
+pages = array(bf16, 65, kv_heads, 16, head_dim)
+table, rope = array(jnp.int32, 1, 64), array(jnp.float32, 1, tokens, head_dim // 2)
+norms = {"norm": array(jnp.float32, hidden)} | {name: array(jnp.float32, head_dim) for name in ("q_norm", "k_norm")}
+options = {"norm_eps": 1e-5, "num_q_heads": q_heads, "scale": head_dim**-0.5}
+block = lambda norms, *given: attention_block(*given, **norms, **options)
+x, partial, position = array(bf16, 1, tokens, hidden), array(jnp.float32, 12, 1, tokens, hidden), array(jnp.int32, 1)
+compiled(block, norms, x, partial, qkv, o, pages, pages, table, position, rope, rope)
+print(8 * kv_heads)
+"""
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1, (16, 8, 128)), (2, (16, 8, 128)), (2, (16, 4, 64))], ids=str)
+def test_an_attention_block_is_on_the_card_at_once(
+    tokens: int, heads: tuple[int, int, int], tmp_path: pathlib.Path
+) -> None:
+    blocks = int(run_program(ATTENTION, tokens, *heads, dump=tmp_path))
+    (registers,) = check_reports(tmp_path, "attention_block*", 1)
+    assert blocks <= 132 and 256 * registers <= 65536
