@@ -27,7 +27,7 @@ from jaxinfer.config_gguf import from_gguf
 from jaxinfer.config_hf import from_hugging_face
 from jaxinfer.params import Piece
 from jaxinfer.quantization.report import QuantizationReport, report_of
-from jaxinfer.store.manifest import GGUF_METADATA, ORIGINAL, is_store
+from jaxinfer.store.manifest import GGUF_METADATA, MANIFEST, ORIGINAL, is_store
 from jaxinfer.store.reader import Store, gguf_metadata
 from jaxinfer.store.tensors import StoredTensors
 from jaxinfer.store.unfinished import interrupted
@@ -191,6 +191,8 @@ def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Pa
             raise FileNotFoundError(f"{text}: no such file or folder; a model to fetch is written name or owner/name")
         path = pull(text, progress=progress)
     if path.is_dir() and not is_store(path) and not exists(path / "config.json"):
+        if (path / "weights" / "top").is_dir():
+            raise FileNotFoundError(f"{path}: a store without its {MANIFEST}; copy the whole store, or write it again")
         ggufs = whole_models(path.glob("*.gguf"))
         if len(ggufs) != 1:
             listed = ", ".join(file.name for file in ggufs) or "no .gguf file either"

@@ -508,6 +508,12 @@ def test_a_manifest_that_is_none_is_refused(content: bytes, copy: pathlib.Path) 
     assert "\n" not in str(caught.value)
 
 
+def test_a_store_without_its_manifest_is_told_so(copy: pathlib.Path) -> None:
+    (copy / MANIFEST).unlink()
+    with pytest.raises(FileNotFoundError, match=r"a store without its jaxinfer.json; copy the whole store, or write"):
+        load(copy, progress=False)
+
+
 ARRAY = pathlib.Path("weights") / "layer_00001" / "o.codes"
 
 
