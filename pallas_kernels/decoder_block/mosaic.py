@@ -36,7 +36,6 @@ from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.paged_attention.merge import Outputs, Place
 from pallas_kernels.paged_attention.new_rows import NewRows
 from pallas_kernels.paged_attention.new_token import Arguments as AttentionArguments
-from pallas_kernels.paged_attention.softmax import Softmax
 from pallas_kernels.paged_attention.tiles import Pools, Tiles
 from pallas_kernels.paged_attention.warp import Warp
 
@@ -99,17 +98,7 @@ def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split
     SentTokens(w, m, plan, tables.places, place).stage()
     w.block_barrier()
 
-    softmax = Softmax(w, attention, length, place.first_row, last_stored=length - 1)
-    # The warp with the fewest tiles of the first block takes the new tokens in.
-    owns = (position > -1) & (split < 1) & (w.warp > attention.warps - 2)
-    state, structure = jax.tree.flatten(softmax.initial())
-    if attention.tokens == 1:
-        state = w.when(owns, state, lambda: jax.tree.flatten(rows.alone(softmax))[0])
-    state = softmax.over(tiles, buffers, jax.tree.unflatten(structure, state))
-    if attention.tokens > 1:
-        flat = jax.tree.leaves(state)
-        new = functools.partial(softmax.update, state, first_key=length, last_keys=softmax.positions)
-        state = jax.tree.unflatten(structure, w.when(owns, flat, lambda: jax.tree.leaves(new(rows.tile()))))
+    softmax, state = rows.attended(tiles, buffers, position, length, split)
     softmax.store_partial(state, attention.rows)
     w.block_barrier()
     send_sums(w, plan, split)

@@ -17,7 +17,6 @@ from pallas_kernels.paged_attention.merge import Outputs, Place, merge, start_me
 from pallas_kernels.paged_attention.mosaic import launch
 from pallas_kernels.paged_attention.new_rows import NewRows
 from pallas_kernels.paged_attention.new_token import Arguments, DecodePlan, NewTokens
-from pallas_kernels.paged_attention.softmax import Softmax
 from pallas_kernels.paged_attention.tiles import Pools, Tiles
 from pallas_kernels.paged_attention.warp import Warp
 
@@ -40,17 +39,7 @@ def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, ro
     w.block_barrier()
     rows.write()
 
-    softmax = Softmax(w, attention, length, place.first_row, last_stored=length - 1)
-    # The warp with the fewest tiles of the first block takes the new tokens in.
-    owns = (position > -1) & (split < 1) & (w.warp > attention.warps - 2)
-    state, structure = jax.tree.flatten(softmax.initial())
-    if attention.tokens == 1:
-        state = w.when(owns, state, lambda: jax.tree.flatten(rows.alone(softmax))[0])
-    state = softmax.over(tiles, buffers, jax.tree.unflatten(structure, state))
-    if attention.tokens > 1:  # after the loop: registers for one more tile are free there
-        flat = jax.tree.leaves(state)
-        new = functools.partial(softmax.update, state, first_key=length, last_keys=softmax.positions)
-        state = jax.tree.unflatten(structure, w.when(owns, flat, lambda: jax.tree.leaves(new(rows.tile()))))
+    softmax, state = rows.attended(tiles, buffers, position, length, split)
     softmax.store_partial(state)
     w.block_barrier()
     merge(w, attention, args.outputs, place, split)

@@ -1,12 +1,15 @@
 """The new tokens' keys and values as a block has them in shared memory: rows of a page, written and attended."""
 
+import functools
 from typing import Any
+
+import jax
 
 from pallas_kernels.paged_attention.fragments import code_pairs
 from pallas_kernels.paged_attention.merge import Place, clamp
 from pallas_kernels.paged_attention.new_token import Arguments, DecodePlan
 from pallas_kernels.paged_attention.softmax import Softmax
-from pallas_kernels.paged_attention.tiles import VALUE_STEPS
+from pallas_kernels.paged_attention.tiles import VALUE_STEPS, Tiles
 
 
 class NewRows:
@@ -110,6 +113,23 @@ class NewRows:
         if v_scale is not None:
             tiles = [tuple(x * v_scale for x in tile) for tile in tiles]
         return maxima, [one] * attention.halves, [list(tiles) for _ in range(attention.halves)]
+
+    def attended(self, tiles: Tiles, buffers: list[Any], position: Any, length: Any, split: Any) -> tuple[Softmax, Any]:
+        """A warp's softmax over its tiles of the `length` stored keys, `buffers` of which are read, and the new tokens;
+        and its state. Of an idle row, `position` -1, there are no new tokens."""
+        w, attention = self.w, self.plan.attention
+        softmax = Softmax(w, attention, length, self.place.first_row, last_stored=length - 1)
+        # The warp with the fewest tiles of the first block takes the new tokens in.
+        owns = (position > -1) & (split < 1) & (w.warp > attention.warps - 2)
+        state, structure = jax.tree.flatten(softmax.initial())
+        if attention.tokens == 1:
+            state = w.when(owns, state, lambda: jax.tree.flatten(self.alone(softmax))[0])
+        state = softmax.over(tiles, buffers, jax.tree.unflatten(structure, state))
+        if attention.tokens > 1:  # after the loop: registers for one more tile are free there
+            flat = jax.tree.leaves(state)
+            new = functools.partial(softmax.update, state, first_key=length, last_keys=softmax.positions)
+            state = jax.tree.unflatten(structure, w.when(owns, flat, lambda: jax.tree.leaves(new(self.tile()))))
+        return softmax, state
 
     def _value_pairs(self, value: Any, group: Any) -> list[tuple[Any, Any]]:
         """A value's elements in lane `group` of eight, two for each m-tile; codes without their scale."""
