@@ -24,6 +24,7 @@ from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.residual import settled
 from jaxinfer.layers.rope import rope_tables
 from jaxinfer.params import random_params
+from jaxinfer.tokens import Tokens
 
 CHECKS = 20
 """How often in a run the held-out loss is measured; the best state of these is kept."""
@@ -66,7 +67,7 @@ def next_logits(
     rope = config.layers[0].rope
     assert rope is not None
     tables = {rope: rope_tables(rope, positions, jnp.full(rows, length, jnp.int32))}
-    place = decoder.Tokens(positions, None, tables, "first")
+    place = Tokens(positions, None, tables, "first")
 
     def layer(x: jax.Array, scanned: tuple[decoder.LayerParams, jax.Array]):
         weights, own_key = scanned

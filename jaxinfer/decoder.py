@@ -2,30 +2,26 @@
 
 import dataclasses
 import typing
-from typing import Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 from jaxinfer import kv_cache
-from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
-from jaxinfer.kv_cache import PagedKVCache
-from jaxinfer.layers.attention import cudnn_refusal, prefill_attention, self_attention
-from jaxinfer.layers.chunk_attention import WIDEST_WINDOW, chunk_attention, windowed_chunk_attention
+from jaxinfer.attention_routes import attend, decode_few, rotated_heads
+from jaxinfer.config import ModelConfig
 from jaxinfer.layers.embedding import embed, head
 from jaxinfer.layers.linear import Weight, add_linear, linear, norm_linear_of
 from jaxinfer.layers.mlp import gated_hidden, is_packed_mlp, packed_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.packed_attention import packed_attention
-from jaxinfer.layers.paged_chunk import kernel_refusal, paged_chunk_attention
 from jaxinfer.layers.residual import Pending, Residual, settled
-from jaxinfer.layers.rope import apply_rope, rope_tables
-from jaxinfer.layers.tiered_attention import decode_older, merged, prefill_older
-from jaxinfer.tiers import KVCache, LayerPages, PageTable, layer_pages, with_store
+from jaxinfer.layers.rope import rope_tables
+from jaxinfer.tiers import KVCache, PageTable, layer_pages, with_store
+from jaxinfer.tokens import Stage, Tokens, one_token
 from pallas_kernels.int4_matmul import sum_slices
-from pallas_kernels.paged_attention import MAX_TOKENS, decode_attention, paged_attention
+from pallas_kernels.paged_attention import MAX_TOKENS
 
 # The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
 
@@ -75,51 +71,6 @@ MANY_TOKENS = 2048
 nothing in the program waits for: in a prefill of 16384 tokens it decoded the packed weights of all layers first (7 GB
 of an 8B model's gate and up), and wrote all layers' keys and values last (4.6 GB of Qwen3-0.6B's projections)."""
 
-type Stage = Literal["first", "prefill", "decode"]
-"""What a forward pass may assume. "first": no row has anything cached, so attention may read the new keys and
-values themselves instead of the pages. "prefill": rows may have a cached prefix and may end in padding. "decode": a
-row's tokens are all real, or the row is idle and all its positions are -1."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """What the layers need to know of the tokens beside their hidden states."""
-
-    positions: Int32[Array, "batch tokens"]
-    page_table: PageTable | None
-    rope_tables: dict[RopeConfig, tuple[jax.Array, jax.Array]]
-    stage: Stage
-    order: Int32[Array, " ordered"] | None = None
-    """Of tokens that are computed without their rows' padding, side by side in one row: flat places in `positions`."""
-
-    @property
-    def columns(self) -> Int32[Array, "batch tokens"]:
-        """Of each place in `positions` where it comes in `order`; anything in range for what does not."""
-        assert self.order is not None
-        columns = jnp.zeros(self.positions.size, jnp.int32)
-        ordered = jnp.arange(self.order.size, dtype=jnp.int32)
-        return columns.at[self.order].set(ordered, unique_indices=True).reshape(self.positions.shape)
-
-    def in_rows(self, x: Shaped[Array, "rows places features"]) -> Shaped[Array, "batch tokens features"]:
-        """What layers have of their tokens, as attention takes it: padding is zeros."""
-        if self.order is None:
-            return x
-        found = x[0].at[self.columns].get(mode="promise_in_bounds")
-        return jnp.where((self.positions >= 0)[:, :, None], found, jnp.zeros((), x.dtype))
-
-    def out_of_rows(self, x: Shaped[Array, "batch tokens features"]) -> Shaped[Array, "rows places features"]:
-        """Back again."""
-        if self.order is None:
-            return x
-        flat = x.reshape(-1, x.shape[-1])
-        return flat.at[self.order].get(mode="promise_in_bounds", unique_indices=True)[None]
-
-    def one(self, x: Float[Array, "rows places features"], places: Int32[Array, " batch"]) -> jax.Array:
-        """What each row has at one of its places: [batch, 1, features]."""
-        if self.order is None:
-            return one_token(x, places)
-        return x[0].at[jnp.take_along_axis(self.columns, places[:, None], axis=1)].get(mode="promise_in_bounds")
-
 
 def attention_block[Cache: KVCache](
     params: LayerParams,
@@ -138,7 +89,7 @@ def attention_block[Cache: KVCache](
         assert tokens.page_table is not None
         pages = layer_pages(cache, layer, tokens.positions, tokens.page_table)
     if pages is not None and tokens.stage == "decode" and length <= MAX_TOKENS and config.qk_norm != "full":
-        out, store = decode_few(params, qkv, pages, layer_config, tokens, config)
+        out, store = decode_few(qkv, params.q_norm, params.k_norm, pages, layer_config, tokens, config)
         assert cache is not None
         return out, with_store(cache, layer, store)
     q, k, v = jnp.split(qkv, [q_size, q_size + kv_size], axis=-1)
@@ -195,130 +146,6 @@ def one_kernel[Cache: KVCache](
         return None
     x, *pools = found
     return x, with_store(cache, layer, pages.store.with_layer(pages.place, *pools))
-
-
-def rotated_heads(
-    x: Float[Array, "batch tokens size"],
-    norm: Float[Array, " size_of_norm"] | None,
-    layer_config: LayerConfig,
-    tokens: Tokens,
-    config: ModelConfig,
-) -> Float[Array, "batch tokens heads head_dim"]:
-    """Queries or keys by head, with the norm that the family has for a head, and rotated."""
-    x = x.reshape(*x.shape[:2], -1, config.head_dim)
-    if config.qk_norm == "head":
-        assert norm is not None
-        x = rms_norm(x, norm, config.norm_eps)
-    if layer_config.rope is not None:
-        cos, sin = tokens.rope_tables[layer_config.rope]
-        rope = layer_config.rope
-        x = apply_rope(x, cos, sin, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved)
-    return x
-
-
-def decode_few(
-    params: LayerParams,
-    qkv: Float[Array, "batch tokens qkv"],
-    pages: LayerPages,
-    layer_config: LayerConfig,
-    tokens: Tokens,
-    config: ModelConfig,
-) -> tuple[Float[Array, "batch tokens q_size"], PagedKVCache]:
-    """One new token a row, or as many as are verified: everything between the projections is one kernel where there is.
-
-    Older tiers are read by themselves.
-    """
-    store, place = pages.store, pages.place
-    cos, sin, interleaved = None, None, False
-    if layer_config.rope is not None:
-        cos, sin = tokens.rope_tables[layer_config.rope]
-        interleaved = layer_config.rope.interleaved
-    key_scales, value_scales = store.scales(place)
-    out, *pools = decode_attention(
-        qkv if store.format is not None else qkv.astype(store.keys[place].dtype),
-        store.keys[place],
-        store.values[place],
-        pages.page_table,
-        pages.positions[:, 0],
-        cos,
-        sin,
-        num_q_heads=config.num_heads,
-        scale=config.attention_scale,
-        interleaved=interleaved,
-        q_norm=params.q_norm,
-        k_norm=params.k_norm,
-        norm_eps=config.norm_eps,
-        window=layer_config.window,
-        softcap=config.attention_softcap,
-        k_scales=key_scales,
-        v_scales=value_scales,
-        return_lse=bool(pages.older),
-    )
-    if pages.older:
-        lse, *pools = pools
-        queries = qkv[:, :, : config.num_heads * config.head_dim]
-        queries = rotated_heads(queries, params.q_norm, layer_config, tokens, config)
-        options = {"scale": config.attention_scale, "softcap": config.attention_softcap}
-        older = [decode_older(queries, tier, **options) for tier in pages.older]
-        out = merged([(out.reshape(queries.shape), lse), *older]).reshape(out.shape)
-    return out.astype(qkv.dtype), store.with_layer(place, *pools)
-
-
-def attend(
-    q: Float[Array, "batch tokens heads head_dim"],
-    k: Float[Array, "batch tokens kv_heads head_dim"],
-    v: Float[Array, "batch tokens kv_heads head_dim"],
-    pages: LayerPages | None,
-    layer_config: LayerConfig,
-    tokens: Tokens,
-    config: ModelConfig,
-) -> Float[Array, "batch tokens heads head_dim"]:
-    """Attention of new tokens whose keys and values are in the cache already, by the route that the stage allows."""
-    scale, softcap, window = config.attention_scale, config.attention_softcap, layer_config.window
-    pools = [] if pages is None else [pages.store.keys[pages.place], *(tier.pools[0] for tier in pages.older)]
-    kernel = pages is not None and tokens.stage != "decode" and kernel_refusal(q, pools) is None
-    if tokens.stage == "first":
-        # The kernel reads pages faster than cuDNN does `k` and `v`, needs no copies for that, and has soft-caps; but
-        # where it has to decode them, cuDNN is faster.
-        coded = pages is not None and pages.store.format is not None
-        if not kernel or (coded and cudnn_refusal(q, softcap) is None):
-            return self_attention(q, k, v, tokens.positions, scale=scale, window=window, softcap=softcap)
-    assert pages is not None
-    store, positions, page_table = pages.store, pages.positions, pages.page_table
-    keys, values = store.keys[pages.place], store.values[pages.place]
-    key_scales, value_scales = store.scales(pages.place)
-    if tokens.stage != "decode":
-        arguments = ((keys, values), (key_scales, value_scales), positions, page_table)
-        if kernel:
-            options = {"scale": scale, "softcap": softcap}
-            return paged_chunk_attention(q, *arguments, **options, window=window, older=pages.older)
-        if cudnn_refusal(q, softcap) is None:
-            if window is None or window >= page_table.shape[1] * store.page_size:
-                return chunk_attention(q, k, v, *arguments, scale=scale, older=pages.older)
-            if window <= WIDEST_WINDOW * q.shape[1]:
-                return windowed_chunk_attention(q, *arguments, scale=scale, window=window)
-        stored = (keys, values, positions, page_table, key_scales, value_scales)
-        options = {"scale": scale, "softcap": softcap}
-        newest = prefill_attention(q, *stored, **options, window=window, return_lse=True)
-        return merged([newest, *(prefill_older(q, positions, tier, **options) for tier in pages.older)])
-    lengths = positions[:, -1] + 1
-    newest = paged_attention(
-        q if store.format is not None else q.astype(keys.dtype),
-        keys,
-        values,
-        page_table,
-        lengths,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        k_scales=key_scales,
-        v_scales=value_scales,
-        return_lse=bool(pages.older),
-    )
-    if not pages.older:
-        return newest.astype(q.dtype)
-    older = [decode_older(q, tier, scale=scale, softcap=softcap) for tier in pages.older]
-    return merged([newest, *older]).astype(q.dtype)
 
 
 def add_branch(
@@ -390,13 +217,6 @@ def decoder_layer[Cache: KVCache](
         x = settled(x)
         hidden = gated_hidden(x, *block, config.activation)
         return add_branch(x, hidden, params.down, params.down_bias, params.mlp_post_norm, config), cache
-
-
-def one_token(
-    x: Float[Array, "batch tokens features"], places: Int32[Array, " batch"]
-) -> Float[Array, "batch 1 features"]:
-    """What each row has at one of its places."""
-    return jnp.take_along_axis(x, places[:, None, None], axis=1)
 
 
 def forward[Cache: KVCache](

@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, Int32
 
 from jaxinfer import decoder
 from jaxinfer.config import ModelConfig
-from jaxinfer.decoder import Params, Stage
+from jaxinfer.decoder import Params
 from jaxinfer.program import Program
 from jaxinfer.sampling_logprobs import TokenLogprobs, token_logprobs
 from jaxinfer.tiers import KVCache, PageTable
+from jaxinfer.tokens import Stage
 
 
 def prefill_positions(

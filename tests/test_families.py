@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer import decoder, kv_cache, steps
+from jaxinfer import attention_routes, kv_cache, steps
 from jaxinfer.generation import generate, logits
 from jaxinfer.model import Model, load
 from jaxinfer.sampling_params import SamplingParams
@@ -128,8 +128,8 @@ def test_chunked_prefill_at_every_split(case: families.FamilyCase, rng: np.rando
 )
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_prompts_beginning_by_the_kernel_over_pages(name: str, rng: np.random.Generator, monkeypatch) -> None:
-    monkeypatch.setattr(decoder, "kernel_refusal", lambda *_: None)
-    monkeypatch.setattr(decoder, "self_attention", None)
+    monkeypatch.setattr(attention_routes, "kernel_refusal", lambda *_: None)
+    monkeypatch.setattr(attention_routes, "self_attention", None)
     prefill = jax.jit(inspect.unwrap(steps.prefill), static_argnames=("config", "from_empty"))
     case, model = families.BY_NAME[name], load_case(name)
     rows, length = case.tokens.shape

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.decoder import LayerParams, Tokens, add_branch, attention_block, decoder_layer
+from jaxinfer.decoder import LayerParams, add_branch, attention_block, decoder_layer
 from jaxinfer.layers.linear import norm_linear
 from jaxinfer.layers.mlp import activate
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.residual import settled
 from jaxinfer.layers.rope import rope_tables
+from jaxinfer.tokens import Tokens
 
 PRECISION = "highest"
 """Of the products: NVIDIA's default for float32 keeps 10 bits, which is what codes of 8 bits already cost."""
