@@ -24,7 +24,7 @@ type GroupErrors = Callable[[jax.Array], jax.Array]
 """From the errors of one row's weights, [groups, group_size], how bad each group is, [groups]."""
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "group_size", "symmetric", "ratios"))
+@functools.partial(jax.jit, static_argnames=("bits", "group_size", "symmetric", "ratios", "exponent"))
 def round_to_nearest(
     weight: Float[Array, "out in"],
     *,
@@ -33,16 +33,17 @@ def round_to_nearest(
     symmetric: bool,
     moments: Float[Array, "in in"] | None = None,
     ratios: tuple[float, ...] = CLIP_RATIOS,
+    exponent: float = ERROR_EXPONENT,
 ) -> PackedInt4:
     """Quantises a weight to codes of `bits` bits (2 to 4) with float16 scales and, unless `symmetric`, zero points.
 
-    For every group the one of `ratios` with the least sum of errors to the power of `ERROR_EXPONENT` is taken,
+    For every group the one of `ratios` with the least sum of errors to the power of `exponent` is taken,
     computed in float32 with the scale as it is stored. With the second moments of the weight's inputs, E[x x^T], it is
     the ratio with the least mean square of what the group's errors add to the output. Codes of 2 and 3 bits take the
     room of 4. Deterministic.
     """
     out_features, in_features = weight.shape
-    errors: GroupErrors = _power_errors
+    errors: GroupErrors = functools.partial(_power_errors, exponent=exponent)
     if moments is not None:
         errors = functools.partial(_output_errors, moments=_moments_of_groups(moments, group_size))
     quantize_row = functools.partial(
@@ -75,8 +76,8 @@ def _moments_of_groups(moments: Float[Array, "in in"], group_size: int) -> Float
     return jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)
 
 
-def _power_errors(error: Float[Array, "groups group_size"]) -> Float[Array, " groups"]:
-    return jnp.sum(jnp.abs(error) ** ERROR_EXPONENT, axis=1)
+def _power_errors(error: Float[Array, "groups group_size"], *, exponent: float) -> Float[Array, " groups"]:
+    return jnp.sum(jnp.abs(error) ** exponent, axis=1)
 
 
 def _output_errors(
