@@ -2,23 +2,25 @@
 
     python -m benchmarks.kv_tiers speed --batch 8                 # the 8B shape at 32,768 tokens of context
     python -m benchmarks.kv_tiers quality --model smollm2-135m-instruct
+    python -m benchmarks.kv_tiers quality --windows 2 --length 32768
 
 Speed: decode steps of a batch whose rows all come to that context, caches filled without a prompt being computed. Time
 includes everything that a tiered cache does between chunks of steps. Memory is that of the pools as they are allocated
 for these rows, scratch and the room of a prefill call included, over the tokens that they hold.
 
-Quality: perplexity, and KL divergence from the model with a bfloat16 cache, on held-out text in windows as long as the
-context of SmolLM2 (8192 tokens), computed through the cache 64 tokens at a time. What would age later is not seen.
+Quality: perplexity, and KL divergence from the model with a bfloat16 cache, on held-out text in windows, computed
+through the cache 64 tokens at a time. What would age later is not seen. Windows of 8192 tokens are as long as the
+context of SmolLM2; for longer ones its RoPE is stretched by YaRN, and records say so, with its perplexity before. Two
+of 32,768 tokens are of one document, contiguous; a third crosses to the next.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,63 +30,19 @@ import numpy as np
 import jaxinfer as ji
 from benchmarks.decode import SHAPES
 from benchmarks.harness import RESULTS, Recorder
-from jaxinfer import decoder, kv_cache, tiers
-from jaxinfer.batch import PAGE_SIZE, Limits, bucket
+from benchmarks.kv_pages import CACHES, Pages, shapes
+from benchmarks.kv_tiers_quality import held_out, measure_quality
+from benchmarks.quality import name_of
+from jaxinfer import tiers
+from jaxinfer.batch import Limits
 from jaxinfer.config import ModelConfig
-from jaxinfer.decoder import Params
 from jaxinfer.loop import DecodeState, decode_chunk
-from jaxinfer.quantization.calibration import Calibration
-from jaxinfer.quantization.quality import head_statistics
 from jaxinfer.sampling_state import SamplerVariant, build_sampling_state
-from jaxinfer.tier_pages import TierPages, TierRules
-from jaxinfer.tiered_batch import pools_for, tiered_limits
-from jaxinfer.tiers import KVCache, PageTable, TieredKV, TieredKVCache
+from jaxinfer.tiered_batch import tiered_limits
+from jaxinfer.tiers import KVCache, TieredKVCache
 
-CACHES = ("bfloat16", "int8", "float8_e4m3fn", "int4", "tiered")
-CHUNK = 64
-"""Tokens that quality's forward passes take at a time."""
 UNIT_SCALE = 2.0**-6
 """Of the codes in a cache that was never written: finite logits, or rows would end."""
-
-
-class Pages:
-    """A cache of one kind and the tables of its rows, which all have the same number of tokens."""
-
-    def __init__(self, config: ModelConfig, kind: str, dtype: jnp.dtype, rows: int, num_tokens: int, limits: Limits):
-        self.config, self.dtype, self.rows = config, dtype, rows
-        self.kv = tiers.resolve(kind)
-        if isinstance(self.kv, TieredKV):
-            rules = TierRules.of(config, self.kv, PAGE_SIZE)
-            self.pools = pools_for(rules, rows, num_tokens, limits)
-            self.widths = rules.room(bucket(num_tokens), limits.decode_chunk)
-            self.tiers = TierPages(rules, self.pools, rows)
-        self.width = -(-num_tokens // PAGE_SIZE)
-
-    def create(self) -> KVCache:
-        if isinstance(self.kv, TieredKV):
-            return tiers.create(self.config, self.pools, PAGE_SIZE, self.dtype)
-        return kv_cache.create(self.config, 1 + self.rows * self.width, PAGE_SIZE, self.kv)
-
-    def table(self) -> PageTable:
-        if isinstance(self.kv, TieredKV):
-            return jax.tree.map(jnp.asarray, self.tiers.tables(range(self.rows), self.widths))
-        return 1 + jnp.arange(self.rows * self.width, dtype=jnp.int32).reshape(self.rows, self.width)
-
-    def append(self, cache: KVCache, count: int, rows: Sequence[int] | None = None) -> tuple[KVCache, int]:
-        """Makes room for `count` tokens of each row. Returns the cache and the pages that moved down before."""
-        moved = 0
-        if isinstance(cache, TieredKVCache):
-            for moves in self.tiers.settle():
-                moved += int((moves.pages[:, 1] != kv_cache.SCRATCH_PAGE).sum())
-                pages = jnp.asarray(moves.pages)
-                cache = tiers.move_pages(cache, pages, source=moves.source, target=moves.target)
-            for row in range(self.rows) if rows is None else rows:
-                self.tiers.append(row, count)
-        return cache, moved
-
-
-def shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def greedy_state(config: ModelConfig, rows: int, position: int) -> tuple[DecodeState, SamplerVariant]:
@@ -192,69 +150,6 @@ def with_scales(cache: KVCache) -> KVCache:
     return dataclasses.replace(cache, key_scales=ones[0], value_scales=ones[1])
 
 
-@functools.partial(jax.jit, static_argnames=("config", "from_empty"), donate_argnames="cache")
-def forward(
-    params: Params,
-    cache: KVCache,
-    tokens: jax.Array,
-    start: jax.Array,
-    page_table: PageTable,
-    *,
-    config: ModelConfig,
-    from_empty: bool,
-) -> tuple[jax.Array, KVCache]:
-    """Normalised hidden states of the tokens [rows, CHUNK] that come at `start`."""
-    positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-    stage = "first" if from_empty else "prefill"
-    hidden, after = decoder.forward(params, tokens, positions, cache, page_table, config=config, stage=stage)
-    assert after is not None
-    return hidden, after
-
-
-def window_pages(model: ji.Model, windows: np.ndarray, kind: str) -> Pages:
-    """A cache of that kind for windows [rows, tokens], of which `CHUNK` tokens are computed at a time."""
-    rows, length = windows.shape
-    limits = Limits(prefill_chunk=CHUNK, prefill_tokens=rows * CHUNK, decode_chunk=CHUNK)
-    return Pages(model.config, kind, model.dtype, rows, length, limits)
-
-
-def hidden_states(model: ji.Model, windows: np.ndarray, kind: str) -> jax.Array:
-    """[rows, tokens, hidden] of windows computed through a cache of that kind."""
-    pages = window_pages(model, windows, kind)
-    cache, hidden = pages.create(), []
-    for start in range(0, windows.shape[1], CHUNK):
-        cache, _ = pages.append(cache, CHUNK)
-        arrays = (jnp.asarray(windows[:, start : start + CHUNK]), jnp.int32(start), pages.table())
-        some, cache = forward(model.params, cache, *arrays, config=model.config, from_empty=start == 0)
-        hidden.append(some)
-    return jnp.concatenate(hidden, axis=1)
-
-
-def measure_quality(recorder: Recorder, model: ji.Model, name: str, windows: np.ndarray, kinds: Sequence[str]) -> None:
-    """Records perplexity and divergence over all positions, and over the last quarter of each window."""
-    params = model.params
-    weight = params.embed_tokens if params.lm_head is None else params.lm_head
-    original = hidden_states(model, windows, str(model.dtype))
-    rows, length = windows.shape
-    for kind in kinds:
-        hidden = hidden_states(model, windows, kind)
-        tokens = jnp.asarray(windows)
-        parts = head_statistics(hidden, original, weight, weight, tokens, config=model.config)
-        surprise, _, divergence, same = (np.asarray(part).reshape(rows, length - 1) for part in parts)
-        late = slice(3 * length // 4, None)
-        cache = jax.eval_shape(window_pages(model, windows, kind).create)
-        num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-        metrics = {
-            "cache_bytes_per_token": (num_bytes / windows.size, "B"),
-            "perplexity": (float(np.exp(surprise.mean())), ""),
-            "kl_mean": (float(divergence.mean()), "nats"),
-            "agreement": (float(same.mean()), "of tokens"),
-            "late_perplexity": (float(np.exp(surprise[:, late].mean())), ""),
-            "late_kl_mean": (float(divergence[:, late].mean()), "nats"),
-        }
-        recorder.record({"model": name, "kv": kind, "windows": rows, "tokens": length}, metrics)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("speed", "quality"))
@@ -272,12 +167,8 @@ def main() -> None:
     if arguments.part == "quality":
         name = arguments.model or "smollm2-135m-instruct"
         model = ji.load(name, packed=False)
-        length = min(arguments.length, model.config.max_position_embeddings)
-        text = Calibration.bundled(samples=1, length=length, evaluation_samples=arguments.windows)
-        if model.tokenizer is None:
-            raise SystemExit(f"{name} has no tokenizer to read text with")
-        windows = text.windows(model.tokenizer, model.config.max_position_embeddings).evaluation
-        measure_quality(recorder, model, name, windows, arguments.kv)
+        windows = held_out(model, arguments.windows, arguments.length)
+        measure_quality(recorder, model, {"model": name_of(name)}, windows, arguments.kv)
         return
     name = arguments.model or "llama-3-8b"
     model = ji.load(SHAPES / name, random_weights=0, quantize=arguments.quantize)
