@@ -20,7 +20,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | ji.Model,
         *,
         max_model_len: int | None = None,
         int4: bool = False,
@@ -28,7 +28,7 @@ class LLM:
         warmup: bool = True,
         **engine: Any,
     ) -> None:
-        self.model = load(model, int4, kv_dtype)
+        self.model = model if isinstance(model, ji.Model) else load(model, int4, kv_dtype)
         self.engine = ji.Engine(self.model, ji.EngineConfig(max_context=max_model_len, **engine))
         if warmup:
             self.engine.warmup()
