@@ -50,8 +50,12 @@ def store_ordered(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, 
     tokens, run = plan.result_order.tokens, plan.result_order.run
     thread = w.thread % 128
     buffer = w.warp // 4 * plan.lines_bytes + plan.lines_start
-    pieces, together = (4, 4) if plan.halves else (8, 2)  # of a token; blocks of 8 tokens
+    pieces = 4 if plan.halves else 8  # of a token
+    together = min(16 // pieces, plan.lines // 8)  # blocks of 8 tokens
     piece, later = thread // 8 % pieces, thread // (8 * pieces)
+    idle = together * pieces < 16  # some threads have no token
+    if idle:
+        later = later % together
     feature = (part.first_strip + strip - w.warp % 4) * STRIP
     first_word, stride = (piece % 4, 4) if run == 2 else (piece % 4 // 2 * 8 + piece % 2, 2)
     source = buffer + (later * 8 + thread % 8) * LINE + piece // 4 * 64 + first_word * 4
@@ -62,6 +66,8 @@ def store_ordered(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, 
             within = later * 8 + thread % 8 + 8 * block
             token = part.token_tile * plan.schedule.tokens + first + within
             inside = (feature < plan.results) & (token < plan.rows) & (within < count)
+            if idle:
+                inside = inside & (thread < 8 * together * pieces)
             words = [w.shared_word(source, 8 * block * LINE + 4 * stride * q) for q in range(4)]
             tile, in_tile = token // tokens, token % tokens
             start = tile * (plan.results // STAGE * 16) + place
