@@ -23,7 +23,7 @@ from jaxinfer.packed_runs import (
     scaled_dtype,
 )
 from jaxinfer.quantization.plan import Precision
-from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, to_kernel_layout
+from pallas_kernels.int4_matmul import Packed, PackedInt4, PackedInt8, from_int8_codes, to_kernel_layout
 
 SMALLEST_GROUP = 16
 """Groups of fewer inputs are decoded: their scales weigh as much as their codes save."""
@@ -166,13 +166,15 @@ def _block_rows(tensor: QuantizedTensor, first: Codes, source: TensorSource) -> 
     return tensor.block_rows
 
 
-def random_packed(key: jax.Array, shape: tuple[int, int], precision: Precision) -> PackedInt4 | ScaledCodes:
+def random_packed(key: jax.Array, shape: tuple[int, int], precision: Precision) -> Packed | ScaledCodes:
     """Random codes of 8 bits, or of 4 as `random_int4` makes them whatever the precision's group size; on the device.
 
     Raises ValueError for codes of fewer bits, and of other methods that have 4.
     """
     if precision.bits == 4 and precision.method == "rtn" and not precision.symmetric:
         return random_int4(key, shape)
+    if precision.bits == 8 and precision.group_size is not None:
+        return random_int8(key, shape, precision.group_size, symmetric=bool(precision.symmetric))
     if precision.bits == 8:
         return random_scaled(key, shape, jnp.float8_e4m3fn if precision.method == "fp8" else jnp.int8)
     kind = f"{'symmetric ' if precision.symmetric else ''}{precision.bits}-bit {precision.method}"
@@ -187,6 +189,16 @@ def random_scaled(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype | typ
     codes = jnp.maximum(codes, jnp.int8(-127)).astype(dtype)
     scales = (0.02 / 73.6) * jax.random.uniform(scales_key, shape[:1], jnp.float32, 0.5, 1.5)
     return ScaledCodes(codes, scales)
+
+
+def random_int8(key: jax.Array, shape: tuple[int, int], group_size: int, *, symmetric: bool) -> PackedInt8:
+    """Random codes in groups, with random zero points unless `symmetric`, of standard deviation about 0.02."""
+    codes_key, scales_key, zeros_key = jax.random.split(key, 3)
+    groups = (shape[0], -(-shape[1] // group_size))
+    codes = jax.random.bits(codes_key, shape, jnp.uint8)  # of standard deviation 73.9
+    scales = (0.02 / 73.9) * jax.random.uniform(scales_key, groups, jnp.float32, 0.5, 1.5)
+    zeros = None if symmetric else jax.random.randint(zeros_key, groups, 112, 145, jnp.int32).astype(jnp.uint8)
+    return to_kernel_layout(from_int8_codes(codes, scales.astype(jnp.bfloat16), zeros, group_size=group_size))
 
 
 def random_int4(key: jax.Array, shape: tuple[int, int]) -> PackedInt4:

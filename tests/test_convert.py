@@ -149,6 +149,7 @@ def test_autoawqs_own_packing_is_written_again(name: str) -> None:
         ("compressed-tensors", uniform("int4", ASYMMETRIC)),
         ("compressed-tensors", uniform("int4", SYMMETRIC)),
         ("compressed-tensors", uniform("fp8", Precision(8, method="fp8"))),
+        ("compressed-tensors", uniform("int8 in groups", Precision(8, 16, symmetric=False))),
         (
             "compressed-tensors",
             Plan(
@@ -162,7 +163,7 @@ def test_autoawqs_own_packing_is_written_again(name: str) -> None:
             ),
         ),
     ],
-    ids=["awq", "asymmetric", "symmetric", "fp8", "mixed"],
+    ids=["awq", "asymmetric", "symmetric", "fp8", "int8 in groups", "mixed"],
 )
 def test_what_we_quantised_comes_back_bit_by_bit(format: Any, plan: Plan, tmp_path: pathlib.Path) -> None:
     store = create(LLAMA, tmp_path / "store", plan=plan)

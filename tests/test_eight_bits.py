@@ -24,7 +24,7 @@ from jaxinfer.quantization.api import quantize
 from jaxinfer.quantization.plan import PRESETS, Plan, Precision, Rule, from_mapping
 from jaxinfer.quantization.scaled import scale_outputs
 from jaxinfer.sampling_params import SamplingParams
-from pallas_kernels.int4_matmul import PackedInt4
+from pallas_kernels.int4_matmul import PackedInt4, PackedInt8, dequantize
 
 CASES = {case.name: case for case in families.CASES}
 HEAD = Plan((Rule(("lm_head",), Precision(8)),), "head")
@@ -133,8 +133,10 @@ def test_only_a_rule_that_says_lm_head_names_the_head() -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"bits": 8, "group_size": 64}, "8 bits have no groups and no zeros: leave group_size and symmetric out"),
-        ({"bits": 8, "symmetric": False}, "8 bits have no groups and no zeros"),
+        ({"bits": 8, "symmetric": False}, "8 bits with one scale an output have no zero points: give a group_size"),
+        ({"bits": 8, "group_size": 100}, "group_size is 100; expected a multiple of 16, such as 64 or 128"),
+        ({"bits": 8, "group_size": 64, "method": "fp8"}, "fp8 has no groups and no zero points: leave group_size"),
+        ({"bits": 16, "group_size": 64}, "16 bits have no groups and no zero points: leave group_size"),
         ({"bits": 8, "method": "hqq"}, "method is 'hqq'; expected rtn or fp8 or gptq with 8 bits"),
         ({"bits": 4, "method": "fp8"}, "method is 'fp8'; expected rtn or hqq or awq or gptq with 4 bits"),
         ({"bits": 16, "method": "fp8"}, "method is 'fp8'; expected rtn with 16 bits"),
@@ -149,6 +151,11 @@ def test_what_is_left_out_makes_no_other_precision() -> None:
     assert Precision() == Precision(4, 64, False, "rtn")
     assert Precision(8) == Precision(8, symmetric=True)
     assert Precision(8) != Precision(8, method="fp8")
+    assert Precision(8, 64) == Precision(6, 64, True) != Precision(8, 64, False)
+    assert [str(Precision(8, size, zero)) for size, zero in ((None, None), (64, None), (64, False))] == [
+        *("int8", "int8 g64", "int8 g64 zero points"),
+    ]
+    assert str(Precision(8, 64, method="gptq")) == "int8 g64 gptq"
 
 
 def test_the_mixed_plan_of_the_seed() -> None:
@@ -191,6 +198,21 @@ def test_models_are_near_the_original(name: str, method: str) -> None:
     again = quantize(original, method)
     for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(model.params), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+def test_int8_in_groups() -> None:
+    """Nearer the original than one scale for 32 inputs: 16 normal ones have a largest that is 0.86 times as large."""
+    plan = Plan((Rule(("*.o_proj", "*.down_proj"), Precision(8, 16)), Rule(("*",), Precision(8, 16, symmetric=False))))
+    original, model = load_case("llama"), load_case("llama", quantize=plan)
+    for layer, dense in zip(model.params.layers, original.params.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight, values_before = getattr(layer, field), dense_weight(getattr(dense, field))
+            assert isinstance(weight, PackedInt8) and weight.group_size == 16
+            assert weight.kind == ("symmetric" if field in ("o", "down") else "zero_point")
+            whole = values(scale_outputs(values_before, dtype="int8"))
+            assert relative(dequantize(weight), values_before) < 0.95 * relative(whole, values_before)
+    tokens = CASES["llama"].tokens[:1]
+    assert relative(logits(model, tokens), logits(original, tokens)) < ROUNDING["int8"] * 4 * len(model.params.layers)
 
 
 def test_codes_of_one_dtype_are_joined_and_others_stacked() -> None:
@@ -295,6 +317,15 @@ def test_random_weights_of_plans(preset: str, tied: bool, num_eight: int, tmp_pa
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     assert isinstance(model.params.lm_head, ScaledCodes) == (preset == "int4-int8-head")
     assert total == scales + least_bytes(model.config, jnp.bfloat16, plan=PRESETS[preset])
+
+
+def test_random_weights_of_int8_in_groups(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
+    plan = Plan((Rule(("*.down_proj",), Precision(8, 32)), Rule(("*.o_proj",), Precision(8, 32, symmetric=False))))
+    layer = load(tmp_path, random_weights=0, quantize=plan, dtype="bfloat16").params.layers[0]
+    for weight, kind in ((layer.down, "symmetric"), (layer.o, "zero_point")):
+        assert isinstance(weight, PackedInt8) and (weight.group_size, weight.kind) == (32, kind)
+        assert 0.018 < np.asarray(dequantize(weight)).std() < 0.024
 
 
 def options(**given: Any) -> argparse.Namespace:

@@ -65,6 +65,7 @@ MIXED = Plan(
     (
         Rule(("lm_head",), Precision(8)),
         Rule(("*.v_proj",), Precision(16)),
+        Rule(("*.k_proj",), Precision(8, 16)),
         Rule(("layers.0.*",), Precision(4, 32, symmetric=True)),
         Rule(("*.down_proj",), Precision(8, method="fp8")),
         Rule(("*",), Precision(3, 16)),

@@ -20,7 +20,7 @@ from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.hqq import half_quadratic
 from jaxinfer.quantization.plan import PRESETS, Plan, Precision, Rule, from_mapping, resolve, uniform
 from jaxinfer.quantization.rtn import CLIP_RATIOS, ERROR_EXPONENT, round_to_nearest
-from pallas_kernels.int4_matmul import PackedInt4, dequantize, unpack_codes
+from pallas_kernels.int4_matmul import Packed, PackedInt4, dequantize, unpack_codes
 
 WEIGHTS = {
     "normal": np.random.default_rng(0).normal(0, 0.05, (256, 512)).astype(np.float32),
@@ -28,7 +28,7 @@ WEIGHTS = {
 }
 
 
-def error(weight: np.ndarray, packed: PackedInt4) -> np.ndarray:
+def error(weight: np.ndarray, packed: Packed) -> np.ndarray:
     return np.asarray(dequantize(packed)) - weight
 
 
@@ -47,7 +47,7 @@ def test_rtn_by_hand() -> None:
     assert symmetric.scales.dtype == jnp.float16
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_rtn_takes_the_ratio_of_least_error(bits: int, symmetric: bool) -> None:
     """Group by group and ratio by ratio in NumPy."""

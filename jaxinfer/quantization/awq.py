@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxinfer.quantization.layer_pass import UNTUNED
 from jaxinfer.quantization.moments import better_rows, output_errors
 from jaxinfer.quantization.rtn import groups_of, round_to_nearest
-from pallas_kernels.int4_matmul import PackedInt4, dequantize
+from pallas_kernels.int4_matmul import Packed, dequantize
 
 STEPS = 20
 """Exponents tried are 0, 1/20, ... 19/20."""
@@ -63,7 +63,7 @@ def scaled_losses(
 @functools.partial(jax.jit, static_argnames=("bits", "group_size", "symmetric"))
 def clip_and_round(
     weight: Float[Array, "out in"], moments: Float[Array, "in in"], *, bits: int, group_size: int, symmetric: bool
-) -> PackedInt4:
+) -> Packed:
     """Rounds with each group's range clipped for the outputs' sake; rows that plain clipping serves better, by that.
 
     So no output's error is larger than `round_to_nearest`'s, on the inputs of the calibration.

@@ -16,7 +16,7 @@ from jaxinfer.layers.weights import ScaledCodes
 from jaxinfer.quantization.awq import clip_and_round
 from jaxinfer.quantization.moments import better_rows
 from jaxinfer.quantization.scaled import scale_outputs
-from pallas_kernels.int4_matmul import PackedInt4, from_codes
+from pallas_kernels.int4_matmul import Packed, from_codes, from_int8_codes
 
 BLOCK = 128
 """Inputs rounded before their errors are passed on to all later ones, in one product."""
@@ -34,19 +34,21 @@ def compensated_rounding(
     group_size: int,
     symmetric: bool,
     damping: float = DAMPING,
-) -> PackedInt4:
-    """Quantises a weight to codes of `bits` bits (2 to 4) on the scales and zeros that `clip_and_round` chooses.
+) -> Packed:
+    """Quantises a weight to codes of `bits` bits (2 to 4, 8) on the scales and zeros that `clip_and_round` chooses.
 
     Rows that come out worse than `clip_and_round`'s are taken from there. Deterministic.
     """
     weight = weight.astype(jnp.float32)
     start = clip_and_round(weight, moments, bits=bits, group_size=group_size, symmetric=symmetric)
-    # A symmetric grid's codes of fewer bits lie around 8.
-    lowest = 8 - 2 ** (bits - 1) if start.offsets is None else 0
+    # A symmetric grid's codes of fewer bits lie around 8, the middle of those of 4 bits.
+    middle = 2 ** (start.bits - 1)
+    lowest = middle - 2 ** (bits - 1) if start.offsets is None else 0
     scales = start.scales.astype(jnp.float32)
-    zeros = jnp.full_like(scales, 8.0) if start.offsets is None else start.offsets.astype(jnp.float32)
+    zeros = jnp.full_like(scales, middle) if start.offsets is None else start.offsets.astype(jnp.float32)
     codes = codes_in_order(weight, Grid(scales, zeros, group_size, lowest, lowest + 2**bits - 1), moments, damping)
-    compensated = from_codes(codes, start.scales, start.offsets, group_size=group_size)
+    pack = from_int8_codes if bits == 8 else from_codes
+    compensated = pack(codes, start.scales, start.offsets, group_size=group_size)
     return better_rows(compensated, start, weight, moments)
 
 

@@ -40,7 +40,7 @@ def values_of(weight: HostWeight | DeviceWeight) -> Float[Array, "out in"]:
             return jnp.asarray(weight).astype(jnp.float32)
 
 
-def better_rows[Codes: (PackedInt4, ScaledCodes)](
+def better_rows[Codes: PackedInt4 | PackedInt8 | ScaledCodes](
     first: Codes, second: Codes, weight: Float[Array, "out in"], moments: Float[Array, "in in"]
 ) -> Codes:
     """Of two packings of one kind each output's better row, the first's if they are equal."""

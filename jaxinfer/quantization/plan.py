@@ -5,8 +5,8 @@
     bits = 16                                 # 16 leaves a weight as it is
     [[rules]]
     weights = "lm_head"                       # the head; only a rule that writes this name means it, a "*" does not
-    bits = 8                                  # one scale an output: no group_size, always symmetric; 6 become 8
-    method = "rtn"                            # int8, as "gptq"; or "fp8", float8_e4m3fn
+    bits = 8                                  # one scale an output, unless there is a group_size; 6 become 8
+    method = "rtn"                            # int8, as "gptq"; or "fp8", float8_e4m3fn, which has no groups
     [[rules]]
     weights = "*"
     bits = 4                                  # 2, 3 or 4
@@ -59,8 +59,9 @@ class Precision:
     outliers. "awq" and "gptq" look at the inputs that the weight has on calibration text (`jaxinfer.quantize`): "awq"
     scales inputs and clips ranges, "gptq" makes up for each input's rounding in those that follow.
 
-    With 8 bits there is one scale an output, of its largest weight, and zero is zero: `group_size` stays None. "rtn"
-    and "gptq" are int8, "fp8" is float8_e4m3fn, whose steps are finer near zero and coarser above.
+    With 8 bits there is one scale an output, of its largest weight, and zero is zero. "rtn" and "gptq" are int8, and
+    with a `group_size` have scales as fewer bits have them, and zero points if `symmetric` is False. "fp8" is
+    float8_e4m3fn, whose steps are finer near zero and coarser above.
     """
 
     bits: int = 4
@@ -76,26 +77,32 @@ class Precision:
         if self.method not in _METHODS[self.bits]:
             methods = _METHODS[self.bits]
             raise ValueError(f"method is {self.method!r}; expected {' or '.join(methods)} with {self.bits} bits")
-        group_size = self.group_size
-        if self.bits > 4:
-            if group_size is not None or self.symmetric is False:
-                raise ValueError(f"{self.bits} bits have no groups and no zeros: leave group_size and symmetric out")
+        group_size, symmetric = self.group_size, self.symmetric
+        if self.bits == 16 or self.method == "fp8":
+            if group_size is not None or symmetric is False:
+                kind = "fp8 has" if self.method == "fp8" else "16 bits have"
+                raise ValueError(f"{kind} no groups and no zero points: leave group_size and symmetric out")
+        elif self.bits == 8 and group_size is None:
+            if symmetric is False:
+                raise ValueError("8 bits with one scale an output have no zero points: give a group_size, such as 128")
         else:
             group_size = 64 if group_size is None else group_size
             if group_size < 16 or group_size % 16:
                 raise ValueError(f"group_size is {group_size!r}; expected a multiple of 16, such as 64 or 128")
         # What was left out is filled in, so that equal precisions compare equal however they were written.
         object.__setattr__(self, "group_size", group_size)
-        object.__setattr__(self, "symmetric", self.bits > 4 or bool(self.symmetric))
+        object.__setattr__(self, "symmetric", self.bits > 4 if symmetric is None else symmetric)
         if self.method == "hqq" and self.symmetric:
             raise ValueError("method hqq chooses a zero; symmetric must be false")
 
     def __str__(self) -> str:
-        """Such as "int4 g64 awq", "fp8", "int8"."""
+        """Such as "int4 g64 awq", "fp8", "int8", "int8 g64"."""
         if self.bits == 16:
             return "16 bits"
         if self.bits == 8:
-            return {"fp8": "fp8", "rtn": "int8"}.get(self.method, f"int8 {self.method}")
+            groups = "" if self.group_size is None else f" g{self.group_size}"
+            zeros = "" if self.symmetric else " zero points"
+            return {"fp8": "fp8", "rtn": f"int8{groups}{zeros}"}.get(self.method, f"int8{groups}{zeros} {self.method}")
         return f"int{self.bits} g{self.group_size}{' symmetric' if self.symmetric else ''} {self.method}"
 
     def by_method(self, method: str) -> "Precision":
@@ -171,7 +178,7 @@ class Plan:
         rules = []
         for rule in self.rules:
             precision = {key: value for key, value in dataclasses.asdict(rule.precision).items() if value is not None}
-            if rule.precision.bits > 4:
+            if rule.precision.group_size is None:
                 del precision["symmetric"]
             rules.append({"weights": list(rule.weights), **precision})
         return {"rules": rules}

@@ -15,14 +15,12 @@ from jaxinfer.quantization.hqq import half_quadratic
 from jaxinfer.quantization.plan import CALIBRATED, Plan, Precision
 from jaxinfer.quantization.rtn import round_to_nearest
 from jaxinfer.quantization.scaled import scale_outputs
-from pallas_kernels.int4_matmul import PackedInt4
+from pallas_kernels.int4_matmul import Packed
 
 type ReadInto = Callable[[str, np.ndarray], None]
 
 
-def quantize_weight(
-    weight: jax.Array, precision: Precision, moments: jax.Array | None = None
-) -> PackedInt4 | ScaledCodes:
+def quantize_weight(weight: jax.Array, precision: Precision, moments: jax.Array | None = None) -> Packed | ScaledCodes:
     """Codes of a weight [out, in], on its device, canonical.
 
     `moments` are the second moments of its inputs, which calibrated methods need; AWQ's scales are in the weight
@@ -30,7 +28,7 @@ def quantize_weight(
     """
     if precision.method in CALIBRATED and moments is None:
         raise ValueError(f"method {precision.method} needs calibration: use jaxinfer.quantize(path, plan)")
-    if precision.bits == 8:
+    if precision.bits == 8 and precision.group_size is None:
         if moments is not None and precision.method == "gptq":
             return compensated_int8(weight, moments)
         return scale_outputs(weight, dtype="float8_e4m3fn" if precision.method == "fp8" else "int8")

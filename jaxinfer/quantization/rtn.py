@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.int4_matmul import PackedInt4, from_codes
+from pallas_kernels.int4_matmul import Packed, from_codes, from_int8_codes
 
 CLIP_RATIOS = tuple(1.0 - 0.02 * i for i in range(26))
 """Shares of a group's range that are tried, from all of it to half: a smaller range has smaller steps and cuts
@@ -34,8 +34,8 @@ def round_to_nearest(
     moments: Float[Array, "in in"] | None = None,
     ratios: tuple[float, ...] = CLIP_RATIOS,
     exponent: float = ERROR_EXPONENT,
-) -> PackedInt4:
-    """Quantises a weight to codes of `bits` bits (2 to 4) with float16 scales and, unless `symmetric`, zero points.
+) -> Packed:
+    """Quantises a weight to codes of `bits` bits (2 to 4, 8) with float16 scales and, unless `symmetric`, zero points.
 
     For every group the one of `ratios` with the least sum of errors to the power of `exponent` is taken,
     computed in float32 with the scale as it is stored. With the second moments of the weight's inputs, E[x x^T], it is
@@ -52,9 +52,12 @@ def round_to_nearest(
     grouped = groups_of(weight, group_size)
     codes, scales, zeros = jax.lax.map(quantize_row, grouped, batch_size=ROWS_AT_ONCE)
     codes = codes.reshape(out_features, -1)[:, :in_features]
+    offsets = None if symmetric else zeros
+    if bits == 8:
+        return from_int8_codes(codes, scales, offsets, group_size=group_size)
     if symmetric:
         codes = codes + jnp.uint8(8 - 2 ** (bits - 1))
-    return from_codes(codes, scales, None if symmetric else zeros, group_size=group_size)
+    return from_codes(codes, scales, offsets, group_size=group_size)
 
 
 def groups_of(weight: Float[Array, "out in"], group_size: int) -> Float[Array, "out groups group_size"]:
