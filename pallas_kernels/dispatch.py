@@ -8,6 +8,7 @@ import jax
 
 KERNELS_VARIABLE = "JAXINFER_KERNELS"
 BACKENDS = ("mosaic", "triton", "reference")
+NO_GPU = "this process has no GPU"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +27,10 @@ def choose(
 
     `refusals` maps each backend, in order of preference, to its reason or to None. `forced`, or else the environment
     variable JAXINFER_KERNELS, names the only backend that may be taken; an unknown name or a refusal of the forced
-    backend is a ValueError. With `or_last` the last backend is taken in place of one of `BACKENDS` that only the
-    variable names.
+    backend is a ValueError, which says so if the variable asked. With `or_last` the last backend is taken in place of
+    one of `BACKENDS` that only the variable names.
     """
+    asked, remedy = "", ""
     if forced is None and (named := os.environ.get(KERNELS_VARIABLE)):
         if or_last and named in BACKENDS and refusals.get(named, "there is none") is not None:
             *others, last = refusals
@@ -37,12 +39,15 @@ def choose(
             }
         else:
             forced = named
+            asked, remedy = f"{KERNELS_VARIABLE}={named}: ", "; unset it to let each call choose"
     if forced is not None and forced not in refusals:
-        raise ValueError(f"{op} has no backend {forced!r}; it has {', '.join(refusals)}")
+        raise ValueError(f"{asked}{op} has no backend {forced!r}; it has {', '.join(refusals)}")
     choices: list[Choice] = []
     for name, refusal in refusals.items():
         if forced == name and refusal is not None:
-            raise ValueError(f"{op} cannot run on {name}: {refusal}")
+            if asked and refusal != NO_GPU and jax.default_backend() != "gpu":
+                refusal = f"{NO_GPU}, and {refusal}"  # what most users of the variable have to know
+            raise ValueError(f"{asked}{op} cannot run on {name}: {refusal}{remedy}")
         if forced not in (None, name):
             choices.append(Choice(name, False, f"{forced} was asked for"))
         elif any(choice.taken for choice in choices):
@@ -66,7 +71,7 @@ def in_memory[Arrays](arrays: Arrays) -> Arrays:
 def hopper_refusal() -> str | None:
     """Why a kernel for compute capability 9.0 cannot run in this process; None if it can."""
     if jax.default_backend() != "gpu":
-        return "this process has no GPU"
+        return NO_GPU
     capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
     if capability != "9.0":
         return f"it is written for Hopper (compute capability 9.0), not {capability}"
