@@ -1,9 +1,10 @@
 """The small operand in float16: each token of a warp's x scaled by a power of two, and codes left what they are.
 
 A float16 number whose exponent field is zero is its lowest bits times 2^-24, which tensor cores multiply exactly and at
-full speed. So a word of eight codes becomes four registers of the large operand by masks alone, four and one shift:
-code x 2^-24 where they lie in the low four bits of a half, which are those of row r of a strip, and code x 2^-20 in the
-next four, those of row r + 8. Products are exact and summed in float32; the units go back in with the token's factor.
+full speed. So a word of eight codes becomes four registers of the large operand by three masks and a permutation: the
+low four bits of a half are a code of row r of a strip, x 2^-24, and the low eight bits that code and 16 times one of row
+r + 8. What row r makes of the sums of row r + 8 is taken off afterwards, twice a group and not once a word. Products
+are exact and summed in float32; the units go back in with the token's factor.
 Sums are short of a few bits: a tensor core aligns what it adds by the exponents as they are written, and these codes'
 are 2^-14, up to 2^10 times what they are worth. Results in float32 are within 4e-6 of float64's (measured).
 
@@ -23,6 +24,10 @@ UNITS = 2.0**24, 2.0**20
 """Of the two rows' codes."""
 ONES = 0x00010001, 0x00100010
 """Two codes of 1, in the two rows' units."""
+LOWER, BOTH = 0x000F000F, 0x00FF00FF
+"""Of a word's pairs of codes: row r's, and row r + 8's over them."""
+UPPER_BYTES = 0x4341
+"""A word's bytes 1 and 3, each with a zero above it."""
 
 type Back = list[list[Any]]
 """[token block][token of this lane's results]: the factors back from float16."""
@@ -47,11 +52,14 @@ class Scaled:
 
     def product(self, pieces: Sequence[Any], segment: int) -> Sums:
         """x times code over the inputs of a segment, in units of the token's factor and the row's."""
-        return self._multiplied(self._segments[segment], lambda t, s: self._operand(pieces[t][s]))
+        sums = self._multiplied(self._segments[segment], lambda t, s: self._operand(pieces[t][s]))
+        return [[*total[:2], total[2] - total[0], total[3] - total[1]] for total in sums]
 
     def _operand(self, word: Any) -> Sequence[Any]:
-        places = ((0, 0x000F000F), (0, 0x00F000F0), (8, 0x000F000F), (8, 0x00F000F0))
-        return [self.w.masked(word, mask, shift=shift) for shift, mask in places]
+        """Rows r and r + 8 of eight inputs, twice; of the second, row r's codes are in it too."""
+        w = self.w
+        upper = w.pick_bytes(word, w.integer(0), UPPER_BYTES)
+        return w.masked(word, LOWER), w.masked(word, BOTH), w.masked(upper, LOWER), upper
 
     def _multiplied(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
         totals = [[self.w.number(0.0)] * 4 for _ in range(self.plan.token_blocks)]
