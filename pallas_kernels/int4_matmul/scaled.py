@@ -2,9 +2,9 @@
 
 A float16 number whose exponent field is zero is its lowest bits times 2^-24, which tensor cores multiply exactly and at
 full speed. So a word of eight codes becomes four registers of the large operand by three masks and a permutation: the
-low four bits of a half are a code of row r of a strip, x 2^-24, and the low eight bits that code and 16 times one of row
-r + 8. What row r makes of the sums of row r + 8 is taken off afterwards, twice a group and not once a word. Products
-are exact and summed in float32; the units go back in with the token's factor.
+low four bits of a half are a code of row r of a strip, x 2^-24, and the low eight bits that code and 16 times one of
+row r + 8. Row r's part of the sums of row r + 8 is taken off afterwards, once a group and not once a word. Products are
+exact and summed in float32; the units go back in with the token's factor.
 Sums are short of a few bits: a tensor core aligns what it adds by the exponents as they are written, and these codes'
 are 2^-14, up to 2^10 times what they are worth. Results in float32 are within 4e-6 of float64's (measured).
 
