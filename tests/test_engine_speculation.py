@@ -485,7 +485,7 @@ def test_drafting_stops_for_large_batches_and_goes_on_for_small_ones(caplog: pyt
             seconds = (cost if drafted else 1.0) * chunk.num_steps
             policy.observe(work(size, chunk, min(2, drafted)), seconds, compiled=False)
 
-    assert list(run(1, 1.2, 12))[-1] == Chunk(4, 4, 3.0)
+    assert list(run(1, 1.2, 12))[-1] == Chunk(2, 4, 3.0)
     assert "speculation off" not in caplog.text
     assert list(run(9, 4.0, 12))[-1] == Chunk(8, 0, 1.0)
     assert "speculation off: drafting runs at 0.75 times plain decoding (67% of drafted tokens accepted, batch 16)" in (

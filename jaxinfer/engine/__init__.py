@@ -39,7 +39,7 @@ programs for it.
 Speculation. `Engine(model, config, draft=ji.NgramDraft(k=4))`, a `ModelDraft`, a `SelfDraft`, or a `Speculation` with
 a policy of its own, turns decode chunks into ones that draft, verify and accept: the results stay what they are (greedy
 and seeded requests their tokens, others their distribution), preempted, forked and with cached prefixes too. Chunks
-have half as many steps then, each of 1 to k + 1 tokens. The adaptive policy keeps a controller for each of
+have fewer steps then, half or a quarter, each of 1 to k + 1 tokens. The adaptive policy keeps a controller for each of
 `decode_rows`: it drafts while the measured acceptance and step times say that it pays, says in the log when it stops
 (large batches) and starts again, and each length that it may choose is a program that `warmup` compiles. A draft with a
 cache of its own has it in pages numbered as the target's: the pool is smaller by it, a cached prefix is cached for

@@ -37,8 +37,8 @@ class EngineConfig:
             `prefill_rows` does not count. It pays where a kernel reads the pages, 128 // (query heads of a KV head)
             tokens at once. By default a row is a piece of its own, padded to its length.
         decode_rows: Numbers of rows that decode programs exist for; the largest is `max_decode_batch`.
-        decode_chunk: Decode steps in one program (16; 4): the host admits, stops and streams between chunks. Half as
-            many with drafted tokens.
+        decode_chunk: Decode steps in one program (16; 4): the host admits, stops and streams between chunks.
+            Fewer with drafted tokens, so that a chunk has about as many tokens.
         decode_stall_tokens: Prefill tokens that may pass between two decode chunks while somebody reads along (2048;
             512).
         decode_stall_ms: The same bound in milliseconds, turned into tokens at the prefill rate measured while serving.

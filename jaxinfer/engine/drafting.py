@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxinfer.engine.drafting_metrics import SpeculationMetrics
-from jaxinfer.engine.drafting_programs import steps_of
 from jaxinfer.engine.sequence import Chunk
 from jaxinfer.engine.sequence import Sequence as Track
 from jaxinfer.engine.settings import Settings
 from jaxinfer.engine.work import Work
 from jaxinfer.model import Model
+from jaxinfer.speculative.loop import steps_of
 from jaxinfer.speculative.policy import Controller
 from jaxinfer.speculative.report import SpeculationReport
 from jaxinfer.speculative.speculation import Speculation

@@ -13,7 +13,7 @@ from jaxinfer.engine.programs import Programs, Size, ints, shapes_key, shapes_of
 from jaxinfer.engine.settings import Settings
 from jaxinfer.model import Model
 from jaxinfer.sampling_state import SamplingState
-from jaxinfer.speculative.loop import Method
+from jaxinfer.speculative.loop import Method, steps_of
 from jaxinfer.speculative.proposer import Draft, Wanted
 from jaxinfer.tiers import KVCache
 
@@ -89,7 +89,6 @@ class DraftingPrograms(Programs):
             )
         if size.kind == "decode":
             assert size.layout is not None
-            steps = settings.rules.decode_chunk
             return speculate_rows.lower(
                 self._params,
                 self._draft_params,
@@ -100,11 +99,6 @@ class DraftingPrograms(Programs):
                 ints(rows, size.width),
                 method=self.method,
                 wanted=self.wanted(size.num_drafted, size.layout),
-                num_steps=steps_of(steps, size.num_drafted),
+                num_steps=steps_of(settings.rules.decode_chunk, size.num_drafted),
             )
         return super()._lower(size)
-
-
-def steps_of(decode_chunk: int, num_drafted: int) -> int:
-    """Steps of a decode chunk: fewer with drafted tokens, since each gives more."""
-    return max(1, decode_chunk // 2) if num_drafted else decode_chunk

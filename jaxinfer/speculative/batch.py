@@ -15,7 +15,7 @@ from jaxinfer.loop import DecodedChunk, DecodeState, first_token
 from jaxinfer.model import Model
 from jaxinfer.outputs import Delta
 from jaxinfer.request import Request
-from jaxinfer.speculative.loop import Method, SpeculativeState, StepCounts, catch_up, spec_chunk
+from jaxinfer.speculative.loop import Method, SpeculativeState, StepCounts, catch_up, spec_chunk, steps_of
 from jaxinfer.speculative.proposer import Wanted
 from jaxinfer.speculative.speculation import Speculation
 
@@ -103,8 +103,7 @@ class SpeculativeBatch(Batch):
         num_drafted = self.controller.choose(context)
         if num_drafted and self.unseen:
             self.speculative_state = self._catch_up(self.speculative_state, from_empty=False)
-        # A chunk runs to its end when the last row is done: with drafts it has about as many tokens, not as many steps.
-        num_steps = max(1, self.limits.decode_chunk // min(num_drafted + 1, 4))
+        num_steps = steps_of(self.limits.decode_chunk, num_drafted)
         most = sum(entry.num_steps * (entry.num_drafted + 1) for entry in self.in_flight)
         most += num_steps * (num_drafted + 1)
         reach = max(

@@ -147,14 +147,17 @@ def spec_steps(
             state, gained, failed = _advance(state, verdict, hidden, lengths)
             state = dataclasses.replace(state, draft=proposer.settle(draft_state, state.decode.positions))
         running = ~decode.done
-        counts = StepCounts(jnp.where(running, lengths, -1), jnp.where(running, verdict.num_accepted, -1))
-        return (new_cache, state), (verdict.tokens, gained, failed, verdict.logprobs, counts)
+        proposed, accepted = jnp.where(running, lengths, -1), jnp.where(running, verdict.num_accepted, -1)
+        # One array a step: each of its own would be a kernel of its own.
+        numbers = jnp.stack([gained, failed.astype(jnp.int32), proposed, accepted], axis=1)
+        return (new_cache, state), (jnp.concatenate([numbers, verdict.tokens], axis=1), verdict.logprobs)
 
-    (cache, state), outputs = jax.lax.scan(step, (cache, state), None, length=num_steps)
-    tokens, gained, failed, logprobs, counts = outputs
-    tokens, logprobs = _by_row(gained, (tokens, logprobs))
+    (cache, state), (numbers, logprobs) = jax.lax.scan(step, (cache, state), None, length=num_steps)
+    gained, failed, proposed, accepted = (numbers[:, :, place] for place in range(4))
+    tokens, logprobs = _by_row(gained, (numbers[:, :, 4:], logprobs))
     totals = jnp.sum(gained, axis=0, dtype=jnp.int32)
-    return cache, state, DecodedChunk(tokens, totals, jnp.any(failed, axis=0), logprobs), counts
+    chunk = DecodedChunk(tokens, totals, jnp.any(failed > 0, axis=0), logprobs)
+    return cache, state, chunk, StepCounts(proposed, accepted)
 
 
 def show_draft(
