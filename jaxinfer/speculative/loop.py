@@ -66,6 +66,14 @@ class Method:
     acceptance: Acceptance
 
 
+def steps_of(decode_chunk: int, num_drafted: int) -> int:
+    """Steps of a chunk that drafts so many tokens a step, where a plain one has `decode_chunk`.
+
+    A chunk runs to its end when the last row is done: with drafts it has about as many tokens, not as many steps.
+    """
+    return max(1, decode_chunk // min(num_drafted + 1, 4))
+
+
 @program(
     static_argnames=("method", "wanted", "num_steps"),
     donate_argnames=("cache", "state"),

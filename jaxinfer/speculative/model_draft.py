@@ -134,7 +134,8 @@ class ModelProposer:
             return (token, pages, sampling), (token, drawn)
 
         places = jnp.arange(1, wanted.num_drafted, dtype=jnp.int32)
-        (_, pages, _), later = jax.lax.scan(another, (token, pages, sampling), places)
+        # Unrolled, since a pass of a small model is so short that a loop's own kernels and copies count beside it.
+        (_, pages, _), later = jax.lax.scan(another, (token, pages, sampling), places, unroll=4)
         tokens, logits = jax.tree.map(
             lambda first, rest: jnp.concatenate([first[None], rest]).swapaxes(0, 1), (token, drawn), later
         )
