@@ -17,7 +17,8 @@ from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
 from pallas_kernels.int4_matmul import strip, wide, wide_arrange, wide_dequantize, wide_norm
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.wide_plan import TokenOrder, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+from pallas_kernels.token_order import TokenOrder, image_shape, ordered
 
 BF16 = ml_dtypes.bfloat16
 
@@ -285,7 +286,7 @@ def simulate(x: np.ndarray, weight: Packed, schedule: WideSchedule, out_dtype: s
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
     out = np.full(schedule.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
-    image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
+    image = np.asarray(ordered(jnp.asarray(x), plan.token_order)).reshape(-1)
     _run(plan, weight, image, out, out_dtype)
     return out.reshape(schedule.slices, plan.rows, plan.out_features)
 
@@ -295,12 +296,12 @@ def simulate_gated(
 ) -> np.ndarray:
     """silu(gate) * other: [rows, results], or bits of bfloat16 in the order of the next product's x."""
     plan = dataclasses.replace(WidePlan.of(x.shape[0], weight, schedule), gated=True, result_order=order)
-    image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).reshape(-1)
+    image = np.asarray(ordered(jnp.asarray(x), plan.token_order)).reshape(-1)
     if order is None:
         out = np.full(plan.rows * plan.results, np.nan, DTYPES[out_dtype])
         _run(plan, weight, image, out, out_dtype)
         return out.reshape(plan.rows, plan.results)
-    shape = wide_arrange.shape(plan.rows, plan.results, order)
+    shape = image_shape(plan.rows, plan.results, order)
     out = np.full(2 * np.prod(shape), np.nan, BF16)
     _run(plan, weight, image, out, "bfloat16")
     return out.view(np.int32).reshape(shape)

@@ -32,7 +32,8 @@ from pallas_kernels.int4_matmul import (
     wide_norm,
     wide_tuning,
 )
-from pallas_kernels.int4_matmul.wide_plan import STAGE, TokenOrder, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+from pallas_kernels.token_order import STAGE, TokenOrder, ordered
 
 BF16 = ml_dtypes.bfloat16
 KINDS = ("symmetric", "zero_point", "minimum")
@@ -136,7 +137,7 @@ def test_gated_results_in_the_order_of_the_next_product(rows, results, group_siz
     order = TokenOrder(16, run)
     image = simulate_gated(x, to_mosaic(scaled), schedule, order)
     next_plan = WidePlan.of(rows, to_mosaic(make(16, results, 16 * run, "symmetric")), WideSchedule(16))
-    rounded = np.asarray(wide_arrange.by_xla(jnp.asarray(as_rows.astype(BF16)), next_plan))
+    rounded = np.asarray(ordered(jnp.asarray(as_rows.astype(BF16)), next_plan.token_order))
     tile, token = np.indices((-(-rows // 16), 16))
     there = (tile * 16 + token < rows)[:, None, None, :, None] & np.ones(image.shape, bool)
     assert (image[there] == rounded[there]).all()
@@ -163,7 +164,7 @@ def test_arrange_puts_a_words_inputs_where_it_multiplies_them(group_size: int) -
     """Products of 16 inputs take two pieces: lane q's inputs 2q, 2q + 1 of the first, then of the second."""
     plan = WidePlan.of(3, to_mosaic(make(16, 256, group_size, "symmetric")), WideSchedule(8))
     x = np.arange(3 * 256, dtype=np.int16).view(BF16).reshape(3, 256)
-    image = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan)).view(np.int16).reshape(1, 2, 8, 2, 8, 4, 2)
+    image = np.asarray(ordered(jnp.asarray(x), plan.token_order)).view(np.int16).reshape(1, 2, 8, 2, 8, 4, 2)
     for stage, step, lane, pair, element in itertools.product(range(2), range(8), range(4), range(2), range(2)):
         within = 32 * (step // 2) + 8 * lane + 4 * (step % 2) if group_size >= 32 else 16 * step + 4 * lane
         column = 128 * stage + within + 2 * pair + element
@@ -175,13 +176,13 @@ def test_arrange_puts_a_words_inputs_where_it_multiplies_them(group_size: int) -
 def test_kernel_that_arranges_does_what_xla_does(group_size: int) -> None:
     plan = WidePlan.of(37, to_mosaic(make(16, 200, group_size, "symmetric")), WideSchedule(24))
     x = tokens(37, 200)
-    expected = np.asarray(wide_arrange.by_xla(jnp.asarray(x), plan))
+    expected = np.asarray(ordered(jnp.asarray(x), plan.token_order))
     assert (simulate_arrange(x, plan) == expected).all()
 
 
 def assert_normalised(image: np.ndarray, total: np.ndarray, norm: np.ndarray, plan: WidePlan) -> None:
     """An image of `rms_norm(total)`, but for the last bit of bfloat16."""
-    expected = np.asarray(wide_arrange.by_xla(rms_norm(jnp.asarray(total), jnp.asarray(norm), 1e-5), plan))
+    expected = np.asarray(ordered(rms_norm(jnp.asarray(total), jnp.asarray(norm), 1e-5), plan.token_order))
     tile, _, _, token, _ = np.indices(expected.shape)
     there = tile * plan.schedule.tokens + token < plan.rows
     found = [a[there].view(BF16).astype(np.float32) for a in (image, expected)]
@@ -234,7 +235,7 @@ def test_kernel_that_normalises_on_the_gpu(rows: int, in_features: int) -> None:
 def test_kernel_that_arranges_on_the_gpu(group_size: int) -> None:
     plan = WidePlan.of(300, to_mosaic(make(16, 1544, group_size, "symmetric")), WideSchedule(104))
     x = jnp.asarray(tokens(300, 1544))
-    assert (wide_arrange.by_kernel(x, plan) == wide_arrange.by_xla(x, plan)).all()
+    assert (wide_arrange.by_kernel(x, plan) == ordered(x, plan.token_order)).all()
 
 
 @pytest.mark.parametrize(

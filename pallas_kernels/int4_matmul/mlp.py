@@ -13,7 +13,7 @@ from pallas_kernels.int4_matmul.api import Backend, int4_matmul, int4_matmul_fus
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import Fusion
 from pallas_kernels.int4_matmul.wide_norm import MOST_INPUTS
-from pallas_kernels.int4_matmul.wide_plan import STAGE
+from pallas_kernels.token_order import STAGE
 
 MOST_NUMBERS = 1 << 30
 """Of x, and of what is between the products: kernels count its bytes in 32 bits."""

@@ -35,13 +35,14 @@ from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
-from pallas_kernels.int4_matmul.wide_arrange import arrange, shape
+from pallas_kernels.int4_matmul.wide_arrange import arrange
 from pallas_kernels.int4_matmul.wide_fetch import after, fetch, next_empty
 from pallas_kernels.int4_matmul.wide_norm import arrange_normalised
-from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, Part, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_results import gated, store, store_lines, store_ordered
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.int4_matmul.wide_weights import RowPair
+from pallas_kernels.token_order import STAGE, image_shape
 
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 """Of each fetching and each multiplying thread, by the number of multiplying warpgroups."""
@@ -236,6 +237,14 @@ def product(
     return launch(image, weight, plan, out_dtype), y
 
 
+@functools.partial(jax.jit, static_argnames=("rows", "schedule", "out_dtype"))
+def product_of_image(
+    image: jax.Array, weight: Packed, *, rows: int, schedule: WideSchedule, out_dtype: jnp.dtype
+) -> jax.Array:
+    """`product` of an x of so many rows that is in the plan's order already."""
+    return launch(image, weight, WidePlan.of(rows, weight, schedule), out_dtype)
+
+
 @functools.partial(jax.jit, static_argnames=("schedules", "norm_eps"))
 def gated_mlp(
     x: jax.Array,
@@ -276,7 +285,7 @@ def launch(image: jax.Array, weight: Packed, plan: WidePlan, out_dtype: jnp.dtyp
     arrays = [*arrays_of(weight), image]
     out_type = jax.ShapeDtypeStruct((schedule.slices, plan.rows, plan.results), dtype)
     if plan.result_order is not None:
-        out_type = jax.ShapeDtypeStruct(shape(plan.rows, plan.results, plan.result_order), jnp.int32)
+        out_type = jax.ShapeDtypeStruct(image_shape(plan.rows, plan.results, plan.result_order), jnp.int32)
     scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.packing import steps_per_run
-from pallas_kernels.int4_matmul.wide_plan import STAGE, TokenOrder, WidePlan
+from pallas_kernels.int4_matmul.wide_plan import WidePlan
+from pallas_kernels.token_order import STAGE, image_shape, ordered
 
 FEW_ROWS = 64
 WARPS = 8
@@ -21,31 +21,12 @@ WARPS = 8
 
 
 def arrange(x: jax.Array, plan: WidePlan) -> jax.Array:
-    """x [rows, in_features] bf16 as int32[token tile, stage, 16 pieces, tokens, 4].
-
-    A piece is what the eight columns of an 8 x 8 matrix are of 32 (or 16) inputs, two neighbouring inputs a word. Past
-    the last input are zeros; what is past the last token, nobody reads the products of.
-    """
-    return by_xla(x, plan) if plan.rows <= FEW_ROWS else by_kernel(x, plan)
-
-
-def shape(rows: int, in_features: int, order: TokenOrder) -> tuple[int, ...]:
-    return -(-rows // order.tokens), -(-in_features // STAGE), 16, order.tokens, 4
+    """x [rows, in_features] bf16, `ordered` as the plan's product takes it."""
+    return ordered(x, plan.token_order) if plan.rows <= FEW_ROWS else by_kernel(x, plan)
 
 
 def shape_of(plan: WidePlan) -> tuple[int, ...]:
-    return shape(plan.rows, plan.in_features, plan.token_order)
-
-
-def by_xla(x: jax.Array, plan: WidePlan) -> jax.Array:
-    """The definition, in jax.numpy."""
-    tokens = plan.schedule.tokens
-    rows, columns = plan.token_tiles * tokens, plan.steps * STAGE
-    x = jnp.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])))
-    words = lax.bitcast_convert_type(x.reshape(rows, columns // 2, 2), jnp.int32)
-    run = steps_per_run(plan.group_size)
-    words = words.reshape(plan.token_tiles, tokens, plan.steps, 8 // run, 4, 2 * run)
-    return words.transpose(0, 2, 3, 5, 1, 4).reshape(shape_of(plan))
+    return image_shape(plan.rows, plan.in_features, plan.token_order)
 
 
 def blocks(plan: WidePlan) -> int:

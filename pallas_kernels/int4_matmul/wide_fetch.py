@@ -4,7 +4,8 @@ from typing import Any
 
 from pallas_kernels.int4_matmul.mosaic import Arguments
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
-from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, STAGE, Part, WidePlan
+from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, Part, WidePlan
+from pallas_kernels.token_order import STAGE
 
 
 def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: Any) -> Any:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.packing import steps_per_run
 from pallas_kernels.int4_matmul.wide_arrange import shape_of
-from pallas_kernels.int4_matmul.wide_plan import STAGE, WidePlan
+from pallas_kernels.int4_matmul.wide_plan import WidePlan
+from pallas_kernels.token_order import STAGE
 
 FEW_TOKENS = 132
 """Up to so many each has a block of its own, and half of a sector is written at a time."""

@@ -6,9 +6,8 @@ from typing import Any
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, steps_per_run
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES
+from pallas_kernels.token_order import STAGE, TokenOrder
 
-STAGE = 128
-"""Inputs that travel at a time: two tiles."""
 LINE = 64 * 2 + 16
 """Bytes from one token to the next where sums become lines: 64 results, and room that puts tokens into other banks."""
 LINES, FEW_LINES = 64, 16
@@ -44,17 +43,6 @@ class WideSchedule:
     stages: int = 4
     blocks: int = 132
     turns: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenOrder:
-    """The order in which a product takes its x, see `wide_arrange`.
-
-    `tokens` a tile; `run`: steps of 16 inputs in which a lane's inputs are neighbours.
-    """
-
-    tokens: int
-    run: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ from typing import Any
 
 from pallas_kernels.int4_matmul.mosaic import Arguments
 from pallas_kernels.int4_matmul.packing import STRIP
-from pallas_kernels.int4_matmul.wide_plan import LINE, STAGE, Part, WidePlan
+from pallas_kernels.int4_matmul.wide_plan import LINE, Part, WidePlan
+from pallas_kernels.token_order import STAGE
 
 
 def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: Any) -> None:
