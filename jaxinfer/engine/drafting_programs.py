@@ -46,7 +46,9 @@ class DraftingPrograms(Programs):
                     yield Size("catch_up", rows, length, from_empty=from_empty)
         if self.draft.draws and self.settings.spare_tokens:
             for rows in self.settings.decode_rows:
-                yield Size("draft", rows, width=self.settings.page_widths[-1], num_drafted=self.settings.spare_tokens)
+                yield Size(
+                    "draft", rows, width=self.settings.widths_of(rows)[0], num_drafted=self.settings.spare_tokens
+                )
 
     def _key_of(self, size: Size) -> tuple[object, ...]:
         key = super()._key_of(size)

@@ -123,8 +123,9 @@ class DraftingRunner(Runner):
         draft that runs no model.
         """
         seconds = {}
-        longest, width = self.settings.spare_tokens, self.settings.page_widths[-1]
+        longest = self.settings.spare_tokens
         for rows in self.settings.decode_rows if self.draft.draws and longest else ():
+            width = self.settings.widths_of(rows)[0]
             program = self.programs.get(Size("draft", rows, width=width, num_drafted=longest))
             slots, table = self.tables.chosen((), rows, width)
             for _ in range(2):

@@ -11,12 +11,11 @@ from jaxinfer.engine.sequence import Sequence as Track
 class PageTables:
     """Which page holds which tokens of the sequence in each slot: int32 [slots, width], the scratch page behind them.
 
-    `widths` are those that decode programs exist for, ascending; the table has the last.
+    `width` is that of the widest table of any program.
     """
 
-    def __init__(self, num_slots: int, widths: Sequence[int]) -> None:
-        self._widths = widths
-        self.array = np.full((num_slots, widths[-1]), SCRATCH_PAGE, np.int32)
+    def __init__(self, num_slots: int, width: int) -> None:
+        self.array = np.full((num_slots, width), SCRATCH_PAGE, np.int32)
         self._owners: list[Track | None] = [None] * num_slots
         self._versions = [0] * num_slots
         """Of the owner's pages, as its row has them, and how many those are."""
@@ -46,12 +45,12 @@ class PageTables:
         if pages:
             self.array[slots, places] = pages
 
-    def width_for(self, sequences: Iterable[Track]) -> int:
-        """The narrowest table that programs exist for and that holds everybody."""
-        if len(self._widths) == 1:
-            return self._widths[0]
+    def width_for(self, sequences: Iterable[Track], widths: Sequence[int]) -> int:
+        """The narrowest of some widths, ascending, that holds everybody."""
+        if len(widths) == 1:
+            return widths[0]
         longest = max(len(sequence.pages) for sequence in sequences)
-        return next(width for width in self._widths if width >= longest)
+        return next(width for width in widths if width >= longest)
 
     def chosen(self, sequences: Sequence[Track], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Slots int32 [rows] and page table int32 [rows, width] of some sequences; padding has no slot."""

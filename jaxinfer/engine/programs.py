@@ -133,7 +133,7 @@ class Programs:
         settings = self.settings
         for layout in settings.layouts:
             for rows in settings.decode_rows:
-                for width in settings.page_widths:
+                for width in settings.widths_of(rows):
                     for drafted in settings.drafted:
                         yield Size("decode", rows=rows, width=width, layout=layout, num_drafted=drafted)
         begun = (True, False) if settings.continues else (True,)

@@ -119,7 +119,7 @@ class Runner:
         return Programs(self.model, self.settings, self.cache)
 
     def _new_tables(self) -> Any:
-        return PageTables(self.settings.rules.max_sequences, self.settings.page_widths)
+        return PageTables(self.settings.rules.max_sequences, self.settings.page_widths[-1])
 
     def _new_cache(self) -> KVCache:
         rules = self.settings.rules
@@ -234,10 +234,11 @@ class Runner:
 
     def _decode(self, plan: Plan) -> Iterator[Work]:
         """One decode chunk, of the smallest number of rows and width of page table that hold everybody."""
+        count = next(size for size in self.settings.decode_rows if size >= len(plan.decode))
         size = Size(
             "decode",
-            next(size for size in self.settings.decode_rows if size >= len(plan.decode)),
-            width=self.tables.width_for(plan.decode),
+            count,
+            width=self.tables.width_for(plan.decode, self.settings.widths_of(count)),
             layout=self.layout,
             num_drafted=plan.chunk.num_drafted,
         )

@@ -13,10 +13,12 @@ from jaxinfer.batch import Limits
 from jaxinfer.engine import tiering
 from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.layout import SamplerLayout, listed
+from jaxinfer.engine.row_width import attention_block_width
 from jaxinfer.engine.rules import Rules
 from jaxinfer.engine.tiering import Tiering
 from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
 from jaxinfer.model import Model
+from jaxinfer.speculative.model_draft import ModelDraft
 from jaxinfer.speculative.speculation import Speculation
 from jaxinfer.tier_pages import TierRules
 from jaxinfer.tiers import TieredKV
@@ -51,6 +53,8 @@ class Settings:
     decode_rows: tuple[int, ...]
     page_widths: tuple[int, ...]
     """Widths of page tables that decode programs exist for, ascending; prefill has the last."""
+    row_widths: tuple[int, ...]
+    """The same of one row: a short sequence alone may have a faster kernel."""
     layouts: tuple[SamplerLayout, ...]
     continues: bool
     """Whether prefill may have to begin behind a cached prefix or an earlier piece: a program of its own."""
@@ -64,6 +68,10 @@ class Settings:
     packed: tuple[Room, ...] = ()
     """Of prefill programs into which pieces are laid row by row, ascending. Empty: a row is a piece, and `prefill_rows`
     and the rules have their sizes."""
+
+    def widths_of(self, rows: int) -> tuple[int, ...]:
+        """Widths of the page tables of `rows` rows that decode programs exist for."""
+        return self.row_widths if rows == 1 else self.page_widths
 
     @property
     def rereads(self) -> bool:
@@ -121,14 +129,16 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         demand = tiering.Demand(sequences, longest, chunk, lengths[-1], tokens)
         tiers = _tiering(config, model, model.kv_dtype, demand, budget)
         num_pages, longest = 1 + tiers.num_pages, tiers.longest
-        widths = (max(dataclasses.astuple(tiers.widths)),)
+        widths = row_widths = (max(dataclasses.astuple(tiers.widths)),)
     else:
         num_pages = _num_pages(config, model, speculation, sequences, longest, spare, budget)
         longest = min(longest, (num_pages - 1) * config.page_size - spare)
         widest = -(-(longest + spare) // config.page_size)
         # Where a kernel reads no more pages than a row has, a wide table costs nothing and one program serves all.
         wide = reads_lengths(model.dtype, model.cache_dtype.name, model.config.head_dim, config.page_size)
-        widths = (widest,) if wide else _ladder(16, 4, widest)
+        widths = row_widths = (widest,) if wide else _ladder(16, 4, widest)
+        if wide and (narrow := _row_width(config, model, speculation, widest)):
+            row_widths = tuple(sorted({narrow, widest}))
     if longest < 1:
         raise ValueError(
             f"num_pages={num_pages} of {config.page_size} tokens leave no place for a request beside {spare} drafted "
@@ -168,6 +178,7 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         config.prefill_rows,
         decode_rows,
         widths,
+        row_widths,
         layouts,
         prefix_cache or cuts,
         scored,
@@ -175,6 +186,15 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
         prefix_cache,
         tiers,
         packed,
+    )
+
+
+def _row_width(config: EngineConfig, model: Model, speculation: Speculation | None, widest: int) -> int:
+    """Pages of the widest table with which a row alone has layers of fewer kernels, in the model or in its draft."""
+    drafts = [] if speculation is None or not isinstance(speculation.draft, ModelDraft) else [speculation.draft.model]
+    plain = [one for one in (model, *drafts) if one.cache_dtype == one.dtype]
+    return max(
+        (attention_block_width(one.params, one.config, one.dtype, config.page_size, widest) for one in plain), default=0
     )
 
 

@@ -132,7 +132,7 @@ class TieredPageTables:
                     if name in self._starts:
                         self._starts[name][slot] = first * self._page_size
 
-    def width_for(self, sequences: Iterable[Track]) -> int:
+    def width_for(self, sequences: Iterable[Track], widths: Sequence[int]) -> int:
         """All programs have the widest tables."""
         return max(table.shape[1] for table in self._tables.values())
 
