@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -618,6 +619,18 @@ def test_scales_and_norms_that_are_no_numbers_are_refused(array: str, copy: path
     chunk.write_bytes(b"\xff" * chunk.stat().st_size)
     with pytest.raises(CheckpointError, match=r"layer_00001\.\w+ holds NaN or infinity; the store is damaged"):
         load(copy, progress=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_numbers_that_are_finite(dtype: str) -> None:
+    """The largest, the smallest and zeros are; one that is not is found wherever it is."""
+    largest = jnp.finfo(dtype).max
+    numbers = np.tile(np.array([largest, -largest, jnp.finfo(dtype).smallest_subnormal, 0.0, -0.0], dtype), 30_000)
+    assert reader.is_finite(numbers) and reader.is_finite(numbers.reshape(3, -1)) and reader.is_finite(numbers[:0])
+    for place, value in itertools.product((0, 2**16, -1), (np.nan, np.inf, -np.inf)):
+        changed = numbers.copy()
+        changed[place] = value
+        assert not reader.is_finite(changed)
 
 
 def test_inspect_lists_what_is_packed(mixed: pathlib.Path) -> None:

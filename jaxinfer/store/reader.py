@@ -21,7 +21,7 @@ from checkpoints.safetensors import read_json
 from jaxinfer.layers.weights import PermutedInputs, StackedOutputs
 from jaxinfer.packed_weights import DeviceWeight
 from jaxinfer.params import TOP, ParamSpec, Piece, piece_specs
-from jaxinfer.store.arrays import StoredArray, read_arrays, stored_file
+from jaxinfer.store.arrays import AHEAD_BYTES, StoredArray, read_arrays, stored_file
 from jaxinfer.store.layouts import LAYOUT_VERSIONS, repacked, unpacked
 from jaxinfer.store.manifest import GGUF_METADATA, ORIGINAL, WEIGHTS, read_manifest
 from jaxinfer.store.structure import FLOATS, Described, canonical_like, named_arrays
@@ -89,11 +89,18 @@ class Store:
         ) as bar:
             for piece, specs in self.specs():
                 fields: dict[str, DeviceWeight] = {}
+                on_the_way = 0  # bytes that the host may keep until the device has them
                 for field, spec in specs.items():
                     described, where = self.manifest.weights[piece][field], f"{self.path}: {piece}.{field}"
                     host = filled(described, arrays, where)
+                    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(host))
+                    if on_the_way + num_bytes > AHEAD_BYTES:
+                        jax.block_until_ready(fields)
+                        on_the_way = 0
                     fields[field] = _placed(host, described, spec.is_norm, dtype, where)
-                    bar.update(sum(leaf.nbytes for leaf in jax.tree.leaves(host)))
+                    del host
+                    on_the_way += num_bytes
+                    bar.update(num_bytes)
                 jax.block_until_ready(fields)
                 yield piece, fields
 
@@ -135,7 +142,7 @@ def filled(described: Described, arrays: Iterator[np.ndarray], where: str) -> An
     leaves, structure = jax.tree.flatten(described.weight)
     filled_leaves = [next(arrays) for _ in leaves]
     for array in filled_leaves:
-        if (array.ndim == 1 or len(leaves) > 1) and array.dtype.name in FLOATS and not np.isfinite(array).all():
+        if (array.ndim == 1 or len(leaves) > 1) and array.dtype.name in FLOATS and not is_finite(array):
             raise CheckpointError(f"{where} holds NaN or infinity; the store is damaged: write it again")
     weight = jax.tree.unflatten(structure, filled_leaves)
     for part in weight.parts if isinstance(weight, StackedOutputs) else (weight,):
@@ -144,6 +151,17 @@ def filled(described: Described, arrays: Iterator[np.ndarray], where: str) -> An
             if not np.array_equal(ordered, np.arange(len(ordered), dtype=np.int32)):
                 raise CheckpointError(f"{where}: the order of the inputs is none; the store is damaged: write it again")
     return weight
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether floats hold neither NaN nor infinity, whose exponents alone have all bits set.
+
+    A fifth of the time of `np.isfinite` for 16 bits: a model of 8B in groups of 128 has 55 million scales.
+    """
+    exponent = np.array(np.inf, array.dtype).view(f"u{array.dtype.itemsize}")
+    bits = array.reshape(-1).view(exponent.dtype)
+    pieces = (bits[start : start + 2**16] for start in range(0, bits.size, 2**16))  # each stays in a core's cache
+    return all((piece & exponent).max() < exponent for piece in pieces)
 
 
 def gguf_metadata(metadata: Mapping[str, Any]) -> bytes:
