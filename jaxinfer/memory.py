@@ -26,7 +26,8 @@ def shown_binary(num_bytes: int) -> str:
 
 
 def free_device_bytes() -> int | None:
-    """Bytes that arrays can still take on the first device; None on a CPU, where no allocator tells.
+    """Bytes that arrays can still take on the first device; None where nothing tells: on a CPU, and on a device that is
+    not of CUDA and whose allocator has no limit.
 
     JAX's usual allocator for GPUs knows. Those that take memory from the driver as they go (XLA_PYTHON_CLIENT_ALLOCATOR
     of cuda_async or platform) have no limit of their own: then it is what the driver has, and what they hold unused.
@@ -37,13 +38,17 @@ def free_device_bytes() -> int | None:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     if device.platform == "cpu":
         return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
     held = max(0, stats.get("pool_bytes", 0) - stats.get("bytes_in_use", 0))
-    return _free_in_driver(device.local_hardware_id or 0) + held
+    return _free_in_driver(driver, device.local_hardware_id or 0) + held
 
 
-def _free_in_driver(index: int) -> int:
+def _free_in_driver(driver: ctypes.CDLL, index: int) -> int:
     """Free bytes of a CUDA device (CUDA driver API, cuMemGetInfo)."""
-    driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+    device, context = ctypes.c_int(), ctypes.c_void_p()
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
 
     def call(function: str, *arguments: object) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from checkpoints.errors import CheckpointError, exists
 from checkpoints.gguf import GGUFFile, whole_models
 from checkpoints.names import Mismatch
-from checkpoints.pull import pull
+from checkpoints.pull import MODELS, pull, unknown_model
 from checkpoints.quantized import open_folder
 from checkpoints.safetensors import SafetensorsFolder, read_json
 from checkpoints.tensors import TensorInfo
@@ -189,6 +189,8 @@ def _resolve(path_or_name: str | os.PathLike[str], progress: bool) -> pathlib.Pa
         looks_like_path = path.is_absolute() or text.startswith((".", "~")) or is_file_name or text.count("/") > 1
         if looks_like_path:
             raise FileNotFoundError(f"{text}: no such file or folder; a model to fetch is written name or owner/name")
+        if "/" not in text and text not in MODELS:  # it may have been meant as either
+            raise CheckpointError(f"{text}: no such file or folder, and {unknown_model(text)}")
         path = pull(text, progress=progress)
     if path.is_dir() and not is_store(path) and not exists(path / "config.json"):
         if (path / "weights" / "top").is_dir():

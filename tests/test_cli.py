@@ -278,7 +278,7 @@ def test_model_without_tokenizer_takes_and_gives_ids(run, folder: str, tmp_path:
     [
         ((), "required: COMMAND"),
         (("generate",), "required: MODEL"),
-        (("generate", "nosuch", "--prompt", "A"), "unknown model 'nosuch'"),
+        (("generate", "nosuch", "--prompt", "A"), "nosuch: no such file or folder, and unknown model 'nosuch'; known"),
         (("generate", "./nosuch", "--prompt", "A"), "./nosuch: no such file or folder"),
         (("info", "{empty}"), "no config.json in this folder"),
         (("pull", "nosuch"), "unknown model 'nosuch'"),

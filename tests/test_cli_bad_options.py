@@ -35,8 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
         ("generate {model} --prompt A --kv-dtype a,b", "--kv-dtype 'a,b': a cache can be float32"),
         ("quantize {model} --plan int5 --out {out}/store", "--plan 'int5': expected int4, int4-g128"),
-        ("quantize {model} --plan {out}/none.toml --out {out}/store", "none.toml: No such file or directory"),
-        ("quantize {model} --plan int4-gptq --out {out}/store --calibration {out}/none.txt", "none.txt: No such file"),
+        (
+            "quantize {model} --plan {out}/none.toml --out {out}/store",
+            "none.toml: no such plan; give a .toml",
+        ),
+        (
+            "quantize {model} --plan int4-gptq --out {out}/store --calibration {out}/none.txt",
+            "none.txt: no such file; expected a text or .jsonl file to calibrate with",
+        ),
+        (
+            "quantize {model} --plan int4-gptq --out {out}/store --calibration {out}",
+            " is a folder; name the text and .jsonl files in it one by one",
+        ),
         ("bench {model} --decode-chunk 99999999999", "--decode-chunk 99999999999; expected at most 4096"),
         ("bench {model} --max-decode-batch 0", "--max-decode-batch 0; expected an integer of at least 1"),
         ("bench {model} --max-context 0", "--max-context 0; expected an integer of at least 1"),

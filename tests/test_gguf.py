@@ -1,6 +1,9 @@
 """GGUF files: what gguf-py writes is read, what is wrong is refused with the reason, and memory stays
 bounded."""
 
+import concurrent.futures
+import contextlib
+import os
 import pathlib
 import sys
 import time
@@ -284,6 +287,18 @@ def test_big_endian_files_of_gguf_py(tmp_path: pathlib.Path, rng: np.random.Gene
     write_with_gguf_py(tmp_path / "model.gguf", rng, endianess=GGUFEndian.BIG)
     with pytest.raises(CheckpointError, match="a big-endian GGUF file"):
         GGUFFile(tmp_path / "model.gguf")
+
+
+def test_reads_of_systems_without_preadv(model: tuple[pathlib.Path, dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has none. Eight threads at once, each at another position of the one file."""
+    path, _ = model
+    with contextlib.closing(GGUFFile(path)) as file:
+        names = list(file.tensors) * 4
+        expected = [file.read(name) for name in names]
+        monkeypatch.delattr(os, "preadv")
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for found, wanted in zip(pool.map(file.read, names), expected, strict=True):
+                np.testing.assert_array_equal(found, wanted)
 
 
 def test_unreadable_paths(tmp_path: pathlib.Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxinfer as ji
+from jaxinfer import memory
 from jaxinfer.memory import free_host_bytes
 
 PARAMS = ji.SamplingParams(max_tokens=4, temperature=0.0, logprobs=1)
@@ -46,6 +47,23 @@ def test_l1_a_deleted_model_leaves_no_array_behind(tmp_path: pathlib.Path):
         gc.collect()
         left = [(array.dtype, array.shape) for array in jax.live_arrays() if id(array) not in before]
         assert left == []
+
+
+def test_a_device_that_tells_nothing(monkeypatch: pytest.MonkeyPatch):
+    """A GPU that is not of CUDA, its allocator without a limit: there is no driver of CUDA to ask."""
+
+    class Device:
+        platform, local_hardware_id = "gpu", 0
+
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_in_use": 1}
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(memory.ctypes, "CDLL", missing)
+    assert memory.free_device_bytes() is None
 
 
 GPU_CONFIG = markov.CONFIG | {

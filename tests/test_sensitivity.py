@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import families
 import jax
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 import jaxinfer as ji
 import jaxinfer.cli
+from checkpoints.progress import progress_bar
 from jaxinfer.cli.sensitivity import precision_of
 from jaxinfer.quantization import knapsack
 from jaxinfer.quantization.calibration import Windows
@@ -122,6 +125,22 @@ def test_the_proposed_plan_beats_the_uniform_one_of_its_size(model: ji.Model, fo
 def test_precisions_that_cannot_be_measured_are_refused(model: ji.Model, precisions: list[Precision], message: str):
     with pytest.raises(ValueError, match=message):
         ji.sensitivity(model, tokens(1, 8), precisions=precisions)
+
+
+@pytest.mark.parametrize(("quick", "total"), [(True, 2 + 21), (False, 2 + 2 * 21)])
+def test_the_bar_ends_with_the_last_layer(quick: bool, total: int, model: ji.Model, monkeypatch: pytest.MonkeyPatch):
+    """It moves with every layer that all tokens go through: two of the original, then for each candidate of the seven
+    weights of the first layer two, of the second one. The head takes none."""
+    bars = []
+
+    def kept(**options: Any) -> tqdm:
+        bars.append(progress_bar(**options))
+        return bars[-1]
+
+    monkeypatch.setattr("jaxinfer.quantization.sensitivity.progress_bar", kept)
+    wanted = {"precisions": [COARSE, EIGHT], "measure_head": True, "quick": quick, "progress": True}
+    ji.sensitivity(model, tokens(2, 24), **wanted)
+    assert (bars[0].n, bars[0].total) == (total, total)
 
 
 def test_packed_models_and_empty_text_are_refused(model: ji.Model):

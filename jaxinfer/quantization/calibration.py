@@ -128,7 +128,7 @@ class Calibration:
 
         A document's content decides its side, so equal ones are on the same side; long texts are split into passages
         first. What is left to calibrate with has no paragraph that evaluation has. Raises ValueError naming the file,
-        and the line, that is wrong, and FileNotFoundError for a file that is not there.
+        and the line, that is wrong, FileNotFoundError for a file that is not there, and IsADirectoryError for a folder.
         """
         names = _listed(paths)
         documents = [document for path in names for document in _read(path)]
@@ -206,6 +206,10 @@ def _read(path: pathlib.Path) -> Iterator[Document]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: byte {error.start}") from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path}: no such file; expected a text or .jsonl file to calibrate with") from error
+    except IsADirectoryError as error:
+        raise IsADirectoryError(f"{path} is a folder; name the text and .jsonl files in it one by one") from error
     if path.suffix != ".jsonl":
         yield text
         return

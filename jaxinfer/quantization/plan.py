@@ -238,6 +238,8 @@ def resolve(plan: "Plan | str | os.PathLike[str]", given_as: str = "quantize=") 
     path = pathlib.Path(text).expanduser()
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path}: no such plan; give a .toml file, or one of {', '.join(PRESETS)}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     return from_mapping(content, str(path))

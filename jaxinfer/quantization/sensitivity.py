@@ -83,11 +83,10 @@ def sensitivity(
     if windows.size == 0:
         raise ValueError("there are no tokens to calibrate with; give more text")
     progress = is_watched() if progress is None else progress
-    measured = []
-    with progress_bar(total=len(table.names), unit="weight", desc="Measuring", shown=progress, leave=False) as bar:
-        for one in _Measurement(model, windows, table.precisions, quick).weights(measure_head):
-            measured.append(one)
-            bar.update()
+    total = _layer_passes(table.names, model.config.num_layers, 1 if quick else len(table.precisions))
+    options = {"unit": "layer", "desc": f"Measuring {len(table.names)} weights", "leave": False}
+    with progress_bar(total=total, shown=progress, **options) as bar:
+        measured = list(_Measurement(model, windows, table.precisions, quick, bar.update).weights(measure_head))
     assert tuple(one.name for one in measured) == table.names
     return dataclasses.replace(
         table,
@@ -95,6 +94,13 @@ def sensitivity(
         divergences=np.array([one.divergences for one in measured]),
         num_tokens=int(windows.size),
     )
+
+
+def _layer_passes(names: Sequence[str], num_layers: int, passes: int) -> int:
+    """How often all tokens go through a layer, which is what measuring takes: once through the original, and `passes`
+    times through a weight's layer and those above."""
+    indices = [int(name.split(".")[1]) for name in names if name != HEAD]
+    return num_layers + passes * sum(num_layers - index for index in indices)
 
 
 def unmeasured(
@@ -141,9 +147,20 @@ class _Measured:
 
 
 class _Measurement:
-    """The original's hidden states before every layer, from which each change runs on."""
+    """The original's hidden states before every layer, from which each change runs on.
 
-    def __init__(self, model: Model, windows: np.ndarray, precisions: Sequence[Precision], quick: bool) -> None:
+    `passed` is called whenever all tokens have gone through a layer.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        windows: np.ndarray,
+        precisions: Sequence[Precision],
+        quick: bool,
+        passed: Callable[[], object],
+    ) -> None:
+        self._passed_layer = passed
         self._config, self._params, self._precisions, self._quick = model.config, model.params, precisions, quick
         self._num_tokens = windows.size
         tokens = [jnp.asarray(batch) for batch in row_batches(windows)]
@@ -178,7 +195,7 @@ class _Measurement:
 
                 def diverges(values: jax.Array, field: str = field, rows: slice = slice(start, stop)) -> float:
                     changed = dataclasses.replace(layer, **{field: getattr(layer, field).at[rows].set(values)})
-                    x = [pass_through(changed, x, config=config, index=same) for x in self._states[index]]
+                    x = self._through_layer(changed, self._states[index], same)
                     last = self._normalised(self._passed(x, index + 1, config.num_layers))
                     return self._divergence(last, self._head)
 
@@ -212,7 +229,13 @@ class _Measurement:
         """The states after the original layers `first` to `last` - 1."""
         for index in range(first, last):
             layer, same = _float32(self._params.layers[index]), representative(self._config, index)
-            x = [pass_through(layer, batch, config=self._config, index=same) for batch in x]
+            x = self._through_layer(layer, x, same)
+        return x
+
+    def _through_layer(self, layer: LayerParams, x: Batches, index: int) -> Batches:
+        # Waited for: the bar tells the time that is left.
+        x = jax.block_until_ready([pass_through(layer, batch, config=self._config, index=index) for batch in x])
+        self._passed_layer()
         return x
 
     def _normalised(self, x: Batches) -> Batches:

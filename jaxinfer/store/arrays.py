@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from checkpoints.errors import CheckpointError, check_regular
+from checkpoints.positioned import read_at
 from jaxinfer.packed_runs import aligned_empty
 from jaxinfer.store.checksums import BLOCK_BYTES, block_digests, of_blocks
 
@@ -124,20 +125,17 @@ def _read(path: pathlib.Path, target: memoryview, start: int, is_checked: bool) 
     """
     digests = []
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
+        with path.open("rb", buffering=0) as file:
             for begin in range(0, len(target), BLOCK_BYTES):
                 block, done = target[begin : begin + BLOCK_BYTES], 0
                 while done < len(block):
-                    count = os.preadv(descriptor, [block[done:]], start + begin + done)
+                    count = read_at(file, block[done:], start + begin + done)
                     if not count:
                         raise CheckpointError(f"{path} ends early; the store is damaged: copy or write it again")
                     done += count
                 if is_checked:
                     digests.append(block_digests(np.asarray(block)))
             return b"".join(digests)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {os.strerror(error.errno or 0)}") from error
 
