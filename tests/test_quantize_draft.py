@@ -67,6 +67,9 @@ def test_a_draft_of_another_size_is_calibrated_on_what_the_target_writes(
         caplog.clear()
         with caplog.at_level(logging.WARNING, "jaxinfer"):
             speculation.warn_of_plans(target)
+            assert not caplog.text  # nothing was drafted yet
+            speculation.report.add(4, np.array([[4]]), np.array([[3]]), 4, None)
+            speculation.warn_of_plans(target)
         assert ("quantised differently" in caplog.text) == warned
 
 

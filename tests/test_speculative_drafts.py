@@ -19,6 +19,9 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.generation import generate
 from jaxinfer.kv_cache import PagedKVCache
 from jaxinfer.model import Model, load
+from jaxinfer.packed_weights import device_layout
+from jaxinfer.quantization.plan import Precision, uniform
+from jaxinfer.quantization.report import QuantizationReport
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative import compatibility
 from jaxinfer.speculative.acceptance import Proposal
@@ -395,6 +398,25 @@ def test_spec_bench_prints_the_comparison(tmp_path, capsys: pytest.CaptureFixtur
     assert "expected self:N with a number of layers" in capsys.readouterr().err
 
 
+def test_spec_bench_looks_at_a_draft_before_it_measures(
+    tmp_path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """What differs in shape is printed; other tokens are an error."""
+
+    def measured(*_: object, **__: object) -> None:
+        raise ValueError("measured")
+
+    monkeypatch.setattr("jaxinfer.cli.spec_bench.measure_plain", measured)
+    folder, other = (str(markov.save(tmp_path / name, {1: 2})) for name in ("model", "other"))
+    common = ["spec-bench", folder, "--prompt", "A", "--quiet"]
+    assert main([*common, "--draft", other]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == f"the draft {other} has the tokens of {folder}; same shape\n"
+    assert shown.err == "error: measured\n"
+    assert main([*common, "--draft", str(BY_NAME["llama"].folder)]) == 2
+    assert "llama has no tokenizer to compare" in capsys.readouterr().err
+
+
 def test_runs_of_a_comparison_are_counted_as_they_end():
     """What spec-bench shows of many repeats: one to compile and the repeats, plain, verifying, and with the draft."""
     model, ended = markov.model({1: 2, 2: 3, 3: 1}), []
@@ -413,6 +435,33 @@ def test_choices_by_hand():
     choices = Choices.of(model, [[1], [2]], Run(1.0, 6, {(0, 0): (2, 3, 1), (1, 0): (3, 9, 9)}))
     assert choices.first == pytest.approx(4 / 6)
     assert choices.gap == pytest.approx(2 * 32 / 6, rel=1e-3)
+
+
+def test_plans_that_differ_are_warned_of_once_something_was_judged(caplog: pytest.LogCaptureFixture):
+    """Two plans with codes of one form; and weights that differ from the target's in another projection than `down`."""
+    target = markov.model({})
+    plans = [uniform("small", Precision(4)), uniform("clipped", Precision(4, method="hqq"))]
+    first, second = (
+        dataclasses.replace(target, quantization=QuantizationReport(plan, "text", 0, (), None)) for plan in plans
+    )
+    layer = target.params.layers[0]
+    other = dataclasses.replace(layer, o=device_layout(round_to_nearest(jnp.asarray(layer.o))))
+    mixed = dataclasses.replace(target, params=dataclasses.replace(target.params, layers=[other]))
+    for own, draft, message in (
+        (first, first, None),
+        (target, target, None),
+        (first, second, "differently (float32 by small and float32 by clipped); 75 % of drafted tokens"),
+        (target, mixed, "differently (float32 and 4 bits, zero_point, groups of 16 beside float32); 75 % of"),
+    ):
+        speculation = Speculation(ModelDraft(draft))
+        caplog.clear()
+        speculation.warn_of_plans(own)
+        assert not caplog.text
+        speculation.report.add(4, np.array([[4]]), np.array([[3]]), 4, None)
+        speculation.warn_of_plans(own)
+        speculation.warn_of_plans(own)  # said once
+        assert len(caplog.messages) == (message is not None)
+        assert message is None or message in caplog.messages[0]
 
 
 def test_lossy_acceptance_is_announced(caplog: pytest.LogCaptureFixture):

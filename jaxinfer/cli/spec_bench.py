@@ -17,6 +17,7 @@ from jaxinfer.speculative.comparison import (
     measure_plain,
     num_runs,
 )
+from jaxinfer.speculative.compatibility import shape_differences
 from jaxinfer.speculative.drafts import Draft, ModelDraft, NgramDraft, SelfDraft
 from jaxinfer.speculative.lossy import LossyKL, LossyTopK, LossyTypical
 from jaxinfer.speculative.ngram import check_k
@@ -48,6 +49,9 @@ def run(options: argparse.Namespace) -> int:
     model = load(options.model, **loading(options), progress=shown)
     prompts = [_prompt(model, text) for text in texts]
     drafts = [make_draft(model, options.draft, k) for k in options.k]
+    if isinstance(drafts[0], ModelDraft) and not options.json:
+        drafts[0].check(model, 0)  # tokens that differ are an error; other differences are worth knowing
+        print(shape_differences(model, drafts[0].model))
     total, repeats = num_runs(len(drafts), options.repeats), options.repeats
     with progress_bar(total=total, unit="run", desc="Measuring", shown=shown, leave=False) as bar:
         plain = measure_plain(model, prompts, params, repeats=repeats, after_run=bar.update)

@@ -86,8 +86,8 @@ def token_differences(target: Tokenizer, draft: Tokenizer) -> list[str]:
     return differences
 
 
-def tell_of_shapes(target: Model, draft: Model) -> None:
-    """Logs in what the shapes of two models differ, which they may."""
+def shape_differences(target: Model, draft: Model) -> str:
+    """In what the shapes of two models differ, which they may."""
     both = [
         {
             "layers": model.config.num_layers,
@@ -101,7 +101,12 @@ def tell_of_shapes(target: Model, draft: Model) -> None:
         for model in (draft, target)
     ]
     differences = [f"{name} {own} (target {both[1][name]})" for name, own in both[0].items() if own != both[1][name]]
-    log.info("the draft %s has the tokens of %s; %s", draft.name, target.name, ", ".join(differences) or "same shape")
+    return f"the draft {draft.name} has the tokens of {target.name}; {', '.join(differences) or 'same shape'}"
+
+
+def tell_of_shapes(target: Model, draft: Model) -> None:
+    """Logs what `shape_differences` says."""
+    log.info("%s", shape_differences(target, draft))
 
 
 def warn_of_families(target: Model, draft: Model) -> None:

@@ -3,9 +3,12 @@
 import logging
 import threading
 import typing
+from collections.abc import Sequence
 
+from jaxinfer.decoder import LINEAR
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs, Weight
 from jaxinfer.model import Model
+from jaxinfer.quantization.plan import Plan
 from jaxinfer.speculative.acceptance import Acceptance, Exact
 from jaxinfer.speculative.policy import Adaptive, Policy
 from jaxinfer.speculative.proposer import Draft
@@ -60,16 +63,21 @@ class Speculation:
 
         One that was calibrated on what its target writes (`jaxinfer.quantize_draft`) may have another plan.
         """
-        report = getattr(getattr(self.draft, "model", None), "quantization", None)
+        draft = getattr(self.draft, "model", None)
+        report = getattr(draft, "quantization", None)
+        if "plans" in self._warned or not self.draft.has_own_cache or not sum(self.report.judged):
+            return
         if report is not None and report.pair is not None:
             return
-        plans = quantisation(target.params), quantisation(self.draft.params)
-        if self.draft.has_own_cache and plans[0] != plans[1] and "plans" not in self._warned:
+        own = None if target.quantization is None else target.quantization.plan
+        other = None if report is None else report.plan
+        forms = _forms(target.params), _forms(self.draft.params)
+        if forms[0] != forms[1] or (own is not None and other is not None and own != other):
             self._warned.add("plans")
             log.warning(
                 "target and draft are quantised differently (%s and %s); %.0f %% of drafted tokens were accepted; "
                 "jaxinfer.quantize_draft calibrates a draft on its target",
-                *plans,
+                *(_described(form, plan) for form, plan in zip(forms, (own, other), strict=True)),
                 100 * self.report.acceptance_rate,
             )
 
@@ -96,6 +104,16 @@ def quantisation(params: object) -> str:
     if not layers:
         return "none"
     return _stored(layers[0].down)
+
+
+def _forms(params: object) -> list[str]:
+    """All the forms that the layers' projections are stored in."""
+    layers = getattr(params, "layers", [])
+    return sorted({_stored(getattr(layer, name)) for layer in layers for name in LINEAR}) or ["none"]
+
+
+def _described(forms: Sequence[str], plan: Plan | None) -> str:
+    return " beside ".join(forms) + ("" if plan is None else f" by {plan.name}")
 
 
 def _stored(weight: Weight) -> str:
