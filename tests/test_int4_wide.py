@@ -148,6 +148,8 @@ def test_gated_results_in_the_order_of_the_next_product(rows, results, group_siz
     [
         (85, 128, 2, WideSchedule(88, warpgroups=2, stages=2)),
         (21, 256, 1, WideSchedule(24, warpgroups=3, stages=2)),
+        (139, 128, 2, WideSchedule(144, stages=2, cluster=2, blocks=2)),
+        (250, 128, 1, WideSchedule(256, stages=2)),  # their lines are written sixteen at a time
     ],
 )
 def test_gates_and_others_of_different_warps_give_the_same(rows, results, run, schedule) -> None:
@@ -347,6 +349,7 @@ def test_slices_are_added_in_the_norms_kernel_on_the_gpu(rows: int) -> None:
         (100, 32, None),
         (300, 128, WideSchedule(128, tiles=2, cluster=2, stages=4, blocks=8, turns=True)),
         (77, 64, WideSchedule(80, warpgroups=3, cluster=2, blocks=8)),
+        (150, 32, WideSchedule(152, cluster=2, blocks=8)),
         (40, 32, WideSchedule(40, warpgroups=1)),
         (1000, -1, None),
     ],

@@ -35,6 +35,7 @@ compiled(product, array(jnp.bfloat16, rows, k), array(jnp.float32, k), *weights)
         (2048, 14336, "alone"),
         (64, 14336, "gated"),
         (80, 12288, "gated"),  # gates and others of different warps
+        (240, 14336, "gated"),  # of one tile of all tokens
         (256, 14336, "gated"),
     ],
 )

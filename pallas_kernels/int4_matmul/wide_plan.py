@@ -12,8 +12,9 @@ LINE = 64 * 2 + 16
 """Bytes from one token to the next where sums become lines: 64 results, and room that puts tokens into other banks."""
 LINES, FEW_LINES = 64, 16
 """Tokens whose results become lines at a time; beside tiles of so many tokens that stages leave no more room."""
-MANY_TOKENS = 128
-"""Most tokens of a tile beside which there is room for LINES."""
+MANY_TOKENS, MANY_OF_HALVES = 128, 240
+"""Most tokens of a tile beside which there is room for LINES, and beside which two warpgroups with half a gate each
+have it with one stage less: their lines are written in more steps."""
 DIRECT_ROWS = 64
 """Up to so many rows each thread writes its own results."""
 PRODUCERS = 128
@@ -216,7 +217,7 @@ class WidePlan:
 
     @property
     def lines(self) -> int:
-        return LINES if self.schedule.tokens <= MANY_TOKENS else FEW_LINES
+        return LINES if self.schedule.tokens <= (MANY_OF_HALVES if self.halves else MANY_TOKENS) else FEW_LINES
 
     @property
     def lines_bytes(self) -> int:

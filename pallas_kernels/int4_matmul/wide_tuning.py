@@ -31,10 +31,13 @@ MEASURED = {
     (64, 14336, 4096): WideSchedule(64, tiles=2, slices=8, cluster=2),
     (64, 4096, 4096): WideSchedule(64, slices=3, cluster=4, blocks=112),
     (64, 4096, 6144): WideSchedule(64, slices=2, cluster=4, blocks=112),
+    (96, 4096, 28672): WideSchedule(96, tiles=2, cluster=4, blocks=112, turns=True),
+    (128, 4096, 28672): WideSchedule(128, tiles=2, cluster=4, blocks=112, turns=True),
     (128, 4096, 6144): WideSchedule(128, warpgroups=1, cluster=4, blocks=112),
     (256, 4096, 14336): WideSchedule(256, cluster=4, blocks=112),
     (256, 4096, 28672): WideSchedule(128, tiles=2, cluster=4, blocks=112, turns=True),
     (256, 14336, 4096): WideSchedule(128, slices=2, cluster=2),
+    (256, 4096, 4096): WideSchedule(128, warpgroups=1, cluster=2),
     (256, 4096, 6144): WideSchedule(256, warpgroups=1, cluster=4, blocks=112),
 }
 """By rows, in_features and out_features: the fastest schedule, with the addition of its slices, of those tried on an
@@ -117,13 +120,16 @@ def _even(rows: int, most: int) -> list[int]:
 def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
     """The plan with as many stages as shared memory has room for; None if there are less than three.
 
-    None, too, if a gate's outputs and others would be of several slices, or in one tile of more tokens than become
-    lines together, or not in the next product's order.
+    None, too, if a gate's outputs and others would be of several slices, or in one tile and not in the next product's
+    order. One tile of more than MANY_TOKENS was only measured where it holds all tokens, with two warpgroups.
     """
-    one_tile_is_wrong = plan.result_order is None or schedule.tokens > MANY_TOKENS
-    if plan.gated and (schedule.slices > 1 or (schedule.tiles == 1 and one_tile_is_wrong)):
-        return None
     fitted = dataclasses.replace(plan, schedule=schedule)
+    if plan.gated and schedule.slices > 1:
+        return None
+    if fitted.halves and plan.result_order is None:
+        return None
+    if fitted.halves and schedule.tokens > MANY_TOKENS and (fitted.token_tiles > 1 or schedule.warpgroups < 2):
+        return None
     rest = schedule.warpgroups * fitted.lines_bytes
     stages = min(10, (BLOCK_SHARED_BYTES - rest) // (fitted.stage_bytes + 16))
     if stages < 3:
