@@ -33,7 +33,7 @@ FUSED = {
     "up": (64, 128, 256, 512, 1024, 2048),
     "down": (64, 128, 512, 1024),
     "o": (256, 1024),
-    "qkv": (128, 512),
+    "qkv": (128, 256, 512),
 }
 """Where the fused kernel is timed unless all are asked for."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}

@@ -57,7 +57,7 @@ TRIED = {
 """Schedules of gate and up, by model and rows."""
 BLOCKS = {"8b": 4, "qwen3-8b": 4, "qwen3-0.6b": 40}
 """With weights of their own: at least 200 MB."""
-PREDICTED = {16: 46.0, 64: 54.5, 128: 73.0, 256: 133.0, 512: 252.0, 1024: 449.0, 4096: 1780.0}
+PREDICTED = {16: 46.0, 64: 54.5, 128: 73.0, 144: 80.0, 192: 101.0, 256: 133.0, 512: 252.0, 1024: 449.0, 4096: 1780.0}
 LAYER_PREDICTED = {80: 80.4, 128: 105.4, 256: 179.0, 512: 321.0}
 """Microseconds of "gated", and of "pending", on an H200, before their first runs."""
 EPS = 1e-5
