@@ -85,9 +85,7 @@ class Run:
         return self.start + len(self.tokens)
 
     def num_pages(self, page_size: int) -> int:
-        """Pages of its own. A run that starts from nothing and has no successor is read by nobody: it needs none."""
-        if self.start == 0 and not self.children:
-            return 0
+        """Pages of its own. One without successors needs them too: a kernel's attention reads what it has just written."""
         return -(-self.end // page_size) - self.start // page_size
 
 

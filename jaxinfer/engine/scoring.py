@@ -196,9 +196,7 @@ class Scorer:
             num_kept = (run.end if run.children else min(first + 1, run.end)) // size * size
         start = len(known) * size
         bounds = [*range(start, run.end, self._longest_run), run.end]
-        in_one_piece = start == 0 and len(bounds) == 2
-        # Nobody reads the pages of a row that starts from nothing, but those that are kept.
-        num_pages = max(len(known), num_kept // size if in_one_piece else -(-run.end // size))
+        num_pages = -(-run.end // size)  # also of what is not kept: a kernel's attention reads what it has just written
         pool.share(known)
         try:
             pages = known + pool.allocate(num_pages - len(known))
