@@ -85,7 +85,7 @@ class Run:
         return self.start + len(self.tokens)
 
     def num_pages(self, page_size: int) -> int:
-        """Pages of its own. One without successors needs them too: a kernel's attention reads what it has just written."""
+        """Pages of its own, also of one without successors: a kernel attends to what it has written there itself."""
         return -(-self.end // page_size) - self.start // page_size
 
 
