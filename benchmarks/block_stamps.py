@@ -17,9 +17,10 @@ from pallas_kernels.paged_attention.warp import Warp
 
 STAMPS = 64
 NAMES = (
-    "weights and x asked for; all asked for; tables there (twice); (x) in order; weights there (twice); (product) "
-    "warps' sums made; all; (sum, send) sent; heads there; (norm, RoPE) staged; all; (attend) stored; all; (send) "
-    "o's weights there (twice); (read) before sums; sums there; (merge) merged; all; end"
+    "x asked for; all asked for, tables there; (x) in order; keys asked for; weights there (a strip, times four); "
+    "(product) warps' sums made; all; (sum, send) before heads; heads there; (norm, RoPE) staged; all; (attend) "
+    "stored; all; (send) o's weights there; (read) before sums; sums there; (merge) merged; all; end. "
+    "`all` is read before the wait"
 )
 
 
@@ -59,10 +60,6 @@ class StampedWideWarp(WideWarp):
 
     def warp_barrier(self) -> None:
         super().warp_barrier()
-        self.stamps.put()
-
-    def copy_wait(self, pending: int) -> None:
-        super().copy_wait(pending)
         self.stamps.put()
 
     def store_number(self, ref: Any, offset: Value, value: Value, dtype: str, predicate: Value) -> None:

@@ -45,7 +45,7 @@ HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 1024, 3072, 16, 8
 FIRST = ("qkv", "o", "norm", "q_norm", "k_norm")
 """What the attention's half of a layer has."""
 POSITIONS = (256, 0, 17, 500)
-"""The first is that of the chain."""
+"""The first is that of the chain, unless others are asked for."""
 ATTENTION = {"norm_eps": EPS, "num_q_heads": HEADS, "scale": HEAD_DIM**-0.5}
 
 
@@ -70,14 +70,14 @@ def random_layer(seed: jax.Array) -> dict[str, Any]:
     }
 
 
-def inputs(tokens: int, position: int) -> dict[str, Any]:
-    """Of one call: x, slices before it, the row's place, angles and its table."""
+def inputs(tokens: int, position: int, pages: int = PAGES) -> dict[str, Any]:
+    """Of one call: x, slices before it, the row's place, angles and its table of `pages`."""
     rng = np.random.default_rng(tokens)
     angles = rng.uniform(0, 6, (1, tokens, HEAD_DIM // 2))
     return {
         "x": jnp.asarray(rng.standard_normal((1, tokens, HIDDEN)), BF16),
         "partial": jnp.asarray(rng.standard_normal((KV_HEADS, 1, tokens, HIDDEN)), jnp.float32),
-        "page_table": jnp.asarray(1 + rng.permutation(PAGES)[None], jnp.int32),
+        "page_table": jnp.asarray(1 + rng.permutation(pages)[None], jnp.int32),
         "positions": jnp.array([position], jnp.int32),
         "cos": jnp.asarray(np.cos(angles), jnp.float32),
         "sin": jnp.asarray(np.sin(angles), jnp.float32),
@@ -86,14 +86,15 @@ def inputs(tokens: int, position: int) -> dict[str, Any]:
 
 def pools(layers: int, position: int, table: np.ndarray) -> list[dict[str, jax.Array]]:
     """Each layer's keys and values: NaN where nothing is stored."""
-    stored = np.zeros((PAGES + 8, PAGE), bool)
+    count = table.shape[1] + 8
+    stored = np.zeros((count, PAGE), bool)
     for place in range(max(position, 0)):
         stored[table[0, place // PAGE], place % PAGE] = True
     keep = jnp.asarray(stored)[:, None, :, None]
 
     @jax.jit
     def make(seed: jax.Array) -> jax.Array:
-        values = jax.random.normal(jax.random.key(seed), (PAGES + 8, KV_HEADS, PAGE, HEAD_DIM), BF16)
+        values = jax.random.normal(jax.random.key(seed), (count, KV_HEADS, PAGE, HEAD_DIM), BF16)
         return jnp.where(keep, values, jnp.asarray(jnp.nan, BF16))
 
     return [{"k_pages": make(2 * i), "v_pages": make(2 * i + 1)} for i in range(layers)]
@@ -165,15 +166,15 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 PREDICTED = {
     ("three kernels", 1): 11.0,
-    ("one kernel", 1): 8.9,
-    ("one kernel, ahead", 1): 8.6,
+    ("one kernel", 1): 8.4,
+    ("one kernel, ahead", 1): 8.3,
     ("layer now", 1): 17.6,
-    ("layer of two kernels", 1): 14.8,
+    ("layer of two kernels", 1): 14.0,
     ("three kernels", 2): 11.3,
-    ("one kernel", 2): 10.2,
-    ("one kernel, ahead", 2): 9.7,
+    ("one kernel", 2): 9.6,
+    ("one kernel, ahead", 2): 9.5,
     ("layer now", 2): 19.0,
-    ("layer of two kernels", 2): 16.5,
+    ("layer of two kernels", 2): 16.3,
 }
 """Microseconds a layer of the chain."""
 
@@ -199,9 +200,9 @@ def chain(way: Callable[..., Any]) -> Any:
     return jax.jit(loop)
 
 
-def check(tokens: int, position: int, block: Any, reference: Any, layer: Any) -> None:
+def check(tokens: int, position: int, pages: int, block: Any, reference: Any, layer: Any) -> None:
     """Prints the errors of one call, and whether twenty more give the same bits."""
-    call = inputs(tokens, position)
+    call = inputs(tokens, position, pages)
     (pool,) = pools(1, position, np.asarray(call["page_table"]))
     y, left, after = block(call, layer, pool)
     want_y, want, want_after = reference(call, layer, pool)
@@ -232,16 +233,23 @@ def _error(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def measure(recorder: Recorder, name: str, tokens: int, function: Any, layers: Any, arrays: Any) -> None:
+def measure(recorder: Recorder, name: str, tokens: int, position: int, function: Any, layers: Any, arrays: Any) -> None:
     outs, times = jax.block_until_ready(function(layers, *arrays)), []
     same = bool((outs == outs[:1]).all())  # false where something is not a number, too
     for _ in range(CALLS):
         started = time.perf_counter()
         jax.block_until_ready(function(layers, *arrays))
         times.append((time.perf_counter() - started) / STEPS / LAYERS * 1e6)
-    predicted = PREDICTED[name, tokens]
-    print(f"predicted {predicted} us, best {min(times):.2f}, {'same bits' if same else 'OTHER BITS'}")
-    case: dict[str, object] = {"op": "attention block", "m": tokens, "way": name, "hidden": HIDDEN}
+    predicted = f"{PREDICTED[name, tokens]} us" if position == POSITIONS[0] else "nothing"
+    bits = "same bits" if same else "OTHER BITS"
+    print(f"{tokens} tokens at {position}, {name}: predicted {predicted}, best {min(times):.2f}, {bits}")
+    case: dict[str, object] = {
+        "op": "attention block",
+        "m": tokens,
+        "way": name,
+        "hidden": HIDDEN,
+        "position": position,
+    }
     recorder.record(case, {"us_per_layer": (statistics.median(times), "us")})
     _, timings = profiler.measure(function, aggregate=False)(layers, *arrays)
     kernels: dict[str, list[float]] = {}
@@ -251,9 +259,9 @@ def measure(recorder: Recorder, name: str, tokens: int, function: Any, layers: A
     print("  kernels a step, us:", ", ".join(shown), flush=True)
 
 
-def plan_of(tokens: int, layer: dict[str, Any]) -> BlockPlan:
+def plan_of(tokens: int, layer: dict[str, Any], pages: int = PAGES) -> BlockPlan:
     """As `attention_block` has it."""
-    sizes = (1, tokens, HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES, HEAD_DIM**-0.5)
+    sizes = (1, tokens, HEADS, KV_HEADS, HEAD_DIM, PAGE, pages, HEAD_DIM**-0.5)
     attention = Plan(*sizes, splits=BLOCKS, warps=WARPS, depth=1)
     return BlockPlan.of(DecodePlan(attention, HEAD_DIM, False, EPS), layer["qkv"], layer["o"], KV_HEADS, EPS)
 
@@ -262,6 +270,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stamps", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--pages", type=int, default=PAGES, help="of the page table; a page is 16 tokens")
+    parser.add_argument("--positions", type=int, nargs="*", default=POSITIONS[:1], help="of the chain's new tokens")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
     arguments = parser.parse_args()
     recorder, make = Recorder("kernels", arguments.results), jax.jit(random_layer)
@@ -277,7 +288,7 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as executor:
         compiled: dict[Any, Any] = {}
         for tokens in arguments.tokens:
-            call = inputs(tokens, POSITIONS[0])
+            call = inputs(tokens, POSITIONS[0], arguments.pages)
             given = pools(LAYERS, POSITIONS[0], np.asarray(call["page_table"]))
             refused = attention_block_refusal(
                 call["x"],
@@ -295,22 +306,25 @@ def main() -> None:
             lowered["reference"] = one(functools.partial(three_kernels, backend="reference")).lower(
                 call, layers[0], given[0]
             )
-            for name, way in WAYS.items():
-                lowered[name] = chain(way).lower(layers, given, call)
+            for name in arguments.ways:
+                lowered[name] = chain(WAYS[name]).lower(layers, given, call)
             if arguments.stamps:
                 lowered["stamps"] = jax.jit(
-                    functools.partial(block_stamps.layers_stamped, plan_of(tokens, layers[0]))
+                    functools.partial(block_stamps.layers_stamped, plan_of(tokens, layers[0], arguments.pages))
                 ).lower(layers, given, call)
             compiled |= {(tokens, name): executor.submit(program.compile) for name, program in lowered.items()}
         for tokens in arguments.tokens:
             program = {name: future.result() for (of, name), future in compiled.items() if of == tokens}
-            for position in POSITIONS:
-                check(tokens, position, program["block"], program["reference"], layers[0])
-            call = inputs(tokens, POSITIONS[0])
-            given = pools(LAYERS, POSITIONS[0], np.asarray(call["page_table"]))
-            for name in WAYS:
-                measure(recorder, name, tokens, program[name], layers, (given, call))
+            for position in (*POSITIONS, *(set(arguments.positions) - set(POSITIONS))):
+                check(tokens, position, arguments.pages, program["block"], program["reference"], layers[0])
+            for position in arguments.positions:
+                call = inputs(tokens, position, arguments.pages)
+                given = pools(LAYERS, position, np.asarray(call["page_table"]))
+                for name in arguments.ways:
+                    measure(recorder, name, tokens, position, program[name], layers, (given, call))
             if arguments.stamps:
+                call = inputs(tokens, POSITIONS[0], arguments.pages)
+                given = pools(LAYERS, POSITIONS[0], np.asarray(call["page_table"]))
                 program["stamps"](layers, given, call)
                 print(f"{tokens} tokens")
                 block_stamps.show(program["stamps"](layers, given, call), KV_HEADS)

@@ -69,12 +69,12 @@ class Case:
 
 CASES = [
     Case(37, slices=0),
-    Case(300, tokens=2),
+    Case(1100, tokens=2, pages=72),  # some warps have two tiles of keys
     Case(31, tokens=2, norm=False, group_size=32, kind="symmetric", slices=1),
     Case(-1),
     Case(0, q_heads=8, kv_heads=1, pages=1, group_size=64),
     Case(14, tokens=2, q_heads=1, head_dim=128, pages=1, slices=16),
-    Case(40, tokens=2, q_heads=4, head_dim=128, slices=1, group_size=256),
+    Case(40, tokens=2, q_heads=4, head_dim=128, slices=1, group_size=256, kind="minimum"),
 ]
 ON_GPU = [
     *CASES,
@@ -96,8 +96,10 @@ def make(case: Case) -> dict[str, Any]:
         codes = rng.integers(0, 16, (out, inputs), dtype=np.uint8)
         groups = (out, inputs // case.group_size)
         scales = rng.uniform(0.5, 1.5, groups) / (4 * np.sqrt(inputs))
-        zeros = rng.integers(6, 10, groups, dtype=np.uint8) if case.kind == "zero_point" else None
-        return from_codes(codes, scales.astype(np.float32).astype(BF16), zeros, group_size=case.group_size)
+        offsets = rng.integers(6, 10, groups, dtype=np.uint8) if case.kind == "zero_point" else None
+        if case.kind == "minimum":
+            offsets = (scales * rng.uniform(-9, -6, groups)).astype(np.float32).astype(BF16)
+        return from_codes(codes, scales.astype(np.float32).astype(BF16), offsets, group_size=case.group_size)
 
     def normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         return rng.standard_normal(shape, np.float32).astype(dtype)
@@ -129,9 +131,14 @@ def make(case: Case) -> dict[str, Any]:
 
 
 def values_of(weight: PackedInt4) -> np.ndarray:
-    codes = unpack_codes(weight).astype(np.float64)
+    codes, scales = (
+        unpack_codes(weight).astype(np.float64),
+        np.repeat(weight.scales.astype(np.float64), weight.group_size, 1),
+    )
+    if weight.kind == "minimum":
+        return codes * scales + np.repeat(weight.offsets.astype(np.float64), weight.group_size, 1)
     middle = 8.0 if weight.offsets is None else np.repeat(weight.offsets.astype(np.float64), weight.group_size, 1)
-    return (codes - middle) * np.repeat(weight.scales.astype(np.float64), weight.group_size, 1)
+    return (codes - middle) * scales
 
 
 @functools.cache

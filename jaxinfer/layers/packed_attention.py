@@ -1,5 +1,7 @@
 """The attention half of a layer as one kernel, where there is one."""
 
+import functools
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -10,6 +12,13 @@ from jaxinfer.layers.weights import Weight
 from jaxinfer.tiers import LayerPages
 from pallas_kernels.decoder_block import attention_block, attention_block_refusal
 from pallas_kernels.int4_matmul import Packed
+
+log = logging.getLogger("jaxinfer")
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    log.debug("a layer's attention is not one kernel: %s", reason)
 
 
 def packed_attention(
@@ -30,7 +39,8 @@ def packed_attention(
 ) -> tuple[Pending, Array, Array] | None:
     """The residual stream behind the output projection, still pending, and the pools with the new tokens.
 
-    For few tokens of one row of a small model with packed weights; else None. The new tokens' places follow each other,
+    For few tokens of one row of a small model with packed weights; else None, and the log (at level debug) has the
+    reason, each once. The new tokens' places follow each other,
     from the row's first position on; -1 is an idle row. `ahead`: weights that are read next, which the kernel may bring
     nearer.
     """
@@ -41,7 +51,9 @@ def packed_attention(
     keys, values, table = store.keys[place], store.values[place], pages.page_table
     sizes = {"num_q_heads": num_heads, "rotary_dim": 0 if rope is None else 2 * rope[0].shape[2]}
     slices = 0 if partial is None else len(partial)
-    if attention_block_refusal(y, slices, qkv, o, keys, table, **sizes) is not None:
+    refused = attention_block_refusal(y, slices, qkv, o, keys, table, **sizes)
+    if refused is not None:
+        _say_once(refused)
         return None
     left, y, keys, values = attention_block(
         y,

@@ -1,6 +1,7 @@
 """The block's attention: the new tokens' heads from the cluster's blocks, the merge, and the product with o."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
@@ -8,6 +9,8 @@ from pallas_kernels.decoder_block.project import Strips, fetched, in_order
 from pallas_kernels.int4_matmul import strip
 from pallas_kernels.int4_matmul.operands import Halves
 from pallas_kernels.int4_matmul.packing import STRIP
+from pallas_kernels.int4_matmul.plan import Plan as ProductPlan
+from pallas_kernels.int4_matmul.stream import Places
 from pallas_kernels.int4_matmul.strip import totals_of
 from pallas_kernels.paged_attention.merge import Place, clamp, combine
 from pallas_kernels.paged_attention.new_token import Arguments, Head, NewTokens
@@ -64,9 +67,10 @@ class SentTokens(NewTokens):
 
 
 def send_sums(w: Any, plan: BlockPlan, split: Any) -> None:
-    """Adds up the warps' partial results and sends them to all blocks of the cluster: a thread four elements."""
+    """Adds up the warps' partial results and sends them to all blocks of the cluster: a thread a few elements."""
     attention = plan.decode.attention
-    pieces, tasks = attention.head_dim // 4, attention.rows * attention.head_dim // 4
+    each = plan.elements_each(2)
+    pieces, tasks = attention.head_dim // each, attention.rows * attention.head_dim // each
     # With few rows several threads do the same and send to other blocks.
     shares = next(shares for shares in (4, 2, 1) if shares * tasks <= plan.threads or shares == 1)
     for start in range(0, shares * tasks, plan.threads):
@@ -77,36 +81,40 @@ def send_sums(w: Any, plan: BlockPlan, split: Any) -> None:
         for warp in range(attention.warps):
             part = w.const(attention.parts_start + warp * attention.part_bytes, "i32")
             statistics = w.shared_load(part + query * 8, 2, "f32")
-            offset = query * attention.row_stride + piece * 16 + 8 * attention.block_rows
-            parts.append((statistics, w.shared_load(part + offset, 4, "f32")))
+            offset = query * attention.row_stride + piece * (4 * each) + 8 * attention.block_rows
+            parts.append((statistics, w.shared_load(part + offset, each, "f32")))
         maximum, total, out = combine(w, parts)
         of_row = split * (8 * attention.rows) + query * 8 + plan.statistics_start
-        of_task = split * plan.sums_bytes + task * 16 + plan.sums_start
+        of_task = split * plan.sums_bytes + task * (4 * each) + plan.sums_start
+        w.send(of_row, [maximum, total], (index < tasks) & (piece < BLOCKS), piece % BLOCKS, plan.sums_barrier)
         for i in range(BLOCKS // shares):
-            block = share * (BLOCKS // shares) + i
-            w.send(of_task, out, valid, block, plan.sums_barrier)
-            w.send(of_row, [maximum, total], valid & (piece < 1), block, plan.sums_barrier)
+            w.send(of_task, out, valid, share * (BLOCKS // shares) + i, plan.sums_barrier)
 
 
 def merge_sums(w: Any, plan: BlockPlan) -> None:
-    """The attended heads, from what all blocks have sent, rounded, as rows of tokens."""
+    """The attended heads, from what all blocks have sent, rounded, as rows of tokens: a thread a few elements.
+
+    Threads that have none left do the same as others, and write the same.
+    """
     attention = plan.decode.attention
-    pieces, tasks = attention.head_dim // 4, attention.rows * attention.head_dim // 4
+    each = plan.elements_each(1)
+    pieces, tasks = attention.head_dim // each, attention.rows * attention.head_dim // each
     for start in range(0, tasks, plan.threads):
-        index = w.thread + start
-        task = index % tasks
-        query = task // pieces
-        parts = []
+        task = (w.thread + start) % tasks
+        query, parts = task // pieces, []
         for block in range(BLOCKS):
             statistics = w.shared_load(query * 8 + (plan.statistics_start + block * 8 * attention.rows), 2, "f32")
-            sums = w.shared_load(task * 16 + (plan.sums_start + block * plan.sums_bytes), 4, "f32")
+            sums = w.shared_load(task * (4 * each) + (plan.sums_start + block * plan.sums_bytes), each, "f32")
             parts.append((statistics, sums))
         _, total, out = combine(w, parts)
         inverse = w.select(total > 0.0, w.reciprocal(total), w.const(0.0))  # zero: an idle row
         out = [x * inverse for x in out]
-        words = [w.pack_bf16(out[0], out[1]), w.pack_bf16(out[2], out[3])]
+        if each == 1:  # the neighbour has the pair's other element
+            other, first = w.shuffle_xor(out[0], 1), w.lane % 2 < 1
+            out = [w.select(first, out[0], other), w.select(first, other, out[0])]
+        words = [w.pack_bf16(*out[i : i + 2]) for i in range(0, len(out), 2)]
         # Query rows are (token, head of the group): one token's heads are neighbours, as o takes them.
-        w.shared_store(task * 8 + plan.heads_start, words, index < tasks)
+        w.shared_store(task // (len(out) // each) * (2 * len(out)) + plan.heads_start, words)
 
 
 class Heads:
@@ -120,25 +128,65 @@ class Heads:
         return in_order(self.w, self.plan.o, start, self.plan.heads_bytes)
 
 
+class Unpacked(Halves):
+    """Multiplies codes that are bfloat16 already, less what they are to be relative to."""
+
+    def __init__(self, w: Any, plan: ProductPlan, tokens: Any):
+        super().__init__(w, plan, tokens)
+        self.code_bias = 0.0
+
+    def _operand(self, words: Any, step: int) -> Any:
+        return words[step]
+
+
 class Output:
     """A warp's share of the product with o: all inputs of the cluster's heads, strips of the block's outputs."""
 
     def __init__(self, w: Any, m: Any, plan: BlockPlan, a: strip.Arguments, kv_head: Any, split: Any):
-        self.m, self.plan, self._a, self._kv_head = m, plan, a, kv_head
+        self.w, self.m, self.plan, self._a, self._kv_head = w, m, plan, a, kv_head
         product = plan.o
         first = split * WARPS + m.warp
         self._strips = [first + i * (BLOCKS * WARPS) for i in range(product.schedule.strips)]
         first_tile = kv_head * product.warp_tiles
         self._stream = Strips(m, product, a.weights, first_tile, self._strips, plan.o_start)
-        self._x = Halves(m, product, Heads(w, plan))
+        self._x = Unpacked(m, product, Heads(w, plan))
 
     def fill(self) -> None:
         self._stream.fill()
 
     def read(self) -> None:
-        """Takes the weights into registers; their copies must have been waited for."""
-        places = self._stream.places()
-        self._fetched = [fetched(self.m, self.plan.o, self._a, self._x, of_strip) for of_strip in places]
+        """Takes the weights into registers, as numbers; their copies must have been waited for."""
+        m, product, self._fetched = self.m, self.plan.o, []
+        for places in self._stream.places():
+            pieces, factors = fetched(m, product, self._a, self._x, places)
+            if self._a.kind != "minimum":
+                factors = [(scale, None) for scale, _ in factors]  # it is in the numbers
+            less = [self._less(places, segment) for segment in range(product.segments)]
+            words = [word for piece in pieces for word in piece]
+            # All warps do. Without the branch, ptxas would do it where the numbers are used.
+            given = [word for word in words for _ in range(4)]
+            numbers = self.w.when(m.warp < WARPS, given, functools.partial(self._numbers, words, less))
+            of_words = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
+            steps = len(pieces[0])
+            self._fetched.append(([of_words[i : i + steps] for i in range(0, len(of_words), steps)], factors))
+
+    def _less(self, places: Places, segment: int) -> list[Any]:
+        """What is to be added to a segment's 128 + code, in pairs, for this lane's two rows."""
+        m, product, a = self.m, self.plan.o, self._a
+        if a.kind != "zero_point":
+            return [m.twice(m.number(-136.0 if a.kind == "symmetric" else -128.0))] * 2
+        assert a.offset_dtype is not None
+        address = places.offsets + m.lane // 4 * (2 * product.offset_bytes)
+        zeros = m.shared_pair(address, a.offset_dtype, segment * STRIP * product.offset_bytes)
+        return [m.twice(zero * -1.0 - 128.0) for zero in zeros]
+
+    def _numbers(self, words: list[Any], less: list[list[Any]]) -> list[Any]:
+        """Four words of pairs for each word of codes; the second and the fourth are of the lane's second row."""
+        m, steps, numbers = self.m, self.plan.o.segment // 16, []
+        for i, word in enumerate(words):
+            of_segment = less[i // steps]
+            numbers += [m.add_pairs(pair, of_segment[j % 2]) for j, pair in enumerate(m.codes(word))]
+        return numbers
 
     def multiply(self) -> None:
         """Writes the cluster's slice of the block's outputs."""

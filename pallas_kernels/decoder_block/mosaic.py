@@ -22,22 +22,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu
 
 from pallas_kernels.decoder_block.attend import Output, SentTokens, Tables, merge_sums, send_sums
+from pallas_kernels.decoder_block.keys import Listed, ListedTiles, RowsBehindFewKeys
 from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
 from pallas_kernels.decoder_block.project import Strips, SummedRows, project, send_heads, strips_of
 from pallas_kernels.early_launch import take_turn
 from pallas_kernels.int4_matmul import strip
 from pallas_kernels.int4_matmul.ahead import Ahead, fetch_ahead
 from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
-from pallas_kernels.int4_matmul.operands import Halves
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.paged_attention.merge import Outputs, Place
-from pallas_kernels.paged_attention.new_rows import NewRows
 from pallas_kernels.paged_attention.new_token import Arguments as AttentionArguments
-from pallas_kernels.paged_attention.tiles import Pools, Tiles
-from pallas_kernels.paged_attention.warp import Warp
+from pallas_kernels.paged_attention.tiles import Pools
+from pallas_kernels.paged_attention.warp import Value, Warp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,50 +57,44 @@ class Arguments:
 
 def attend(w: Any, m: Any, plan: BlockPlan, args: Arguments, kv_head: Any, split: Any) -> None:
     """What one warp does: `w` is a `Warp` and `m` a `ClusterWarp` (or NumPy twins), each with its shared memory."""
-    attention = plan.decode.attention
+    attention, a = plan.decode.attention, args.attention
+    x = SummedRows(w, m, plan, args.x, args.partial, args.norm)
+    listed, tables = Listed(m, plan, a.page_table, a.positions, split), Tables(m, plan, a)
+    m.warp_barrier()
     w.open_inbox(plan.new_barrier, w.const(plan.new_bytes, "i32"))
     w.open_inbox(plan.sums_barrier, w.const(BLOCKS * (plan.sums_bytes + 8 * attention.rows), "i32"))
     w.cluster_arrive()
-    true, zero = w.const(1, "i32") > 0, w.const(0, "i32")
-    place = Place(zero, kv_head, zero)
-    a = args.attention
-    position = w.load_i32(a.positions, zero, true)
-    length = w.maximum(position, zero)
-    tiles = Tiles(w, attention, a.pools, a.page_table, zero, kv_head, length, length, split)
-    pages = [tiles.page(w.const(j, "i32")) for j in range(attention.depth)]
-    x, tables = SummedRows(w, m, plan, args.x, args.partial, args.norm), Tables(m, plan, a)
     tables.fetch()
     m.copy_commit()
     weights = Strips(m, plan.qkv, args.qkv.weights, m.warp * plan.qkv.warp_tiles, strips_of(m, plan, kv_head, split))
     weights.fill()
-    w.cluster_wait()  # here, as it empties the L1 cache, which waits for loads
-    # Behind the weights, though it is needed before: ptxas adds up as soon as it may, and what follows has to wait.
-    x.read()
-    m.warp_barrier()  # without it, ptxas would move loads behind what waits for others
-    output, rows = Output(w, m, plan, args.o, kv_head, split), NewRows(w, plan.decode, a, place)
-    rows.read_pages(length, (position > -1) & (split < 1))
-    buffers = [tiles.read(j, pages[j]) for j in range(attention.depth)]
+    output = Output(w, m, plan, args.o, kv_head, split)
     output.fill()
-    m.warp_barrier()
-
     m.copy_wait(plan.qkv.schedule.strips + plan.o.schedule.strips)
     m.warp_barrier()
     x.add(args.y, (split < 1) & (kv_head < 1))
-    operand = Halves(m, plan.qkv, x)
-    operand.prepare()
-    m.copy_wait(plan.o.schedule.strips)
+    # Keys are needed last. Asked for earlier, they would be waited for with x: a warp has six counters of loads.
+    zero, position = w.const(0, "i32"), listed.position()
+    place, length = Place(zero, kv_head, zero), w.maximum(position, zero)
+    rows = RowsBehindFewKeys(w, plan.decode, a, place)
+    rows.read_pages(length, (position > -1) & (split < 1))
+    tiles = ListedTiles(listed, w, attention, a.pools, a.page_table, zero, kv_head, length, length, split)
+    buffers = [tiles.read_first()]
     m.warp_barrier()
-    project(m, plan, args.qkv, weights, operand)
+
+    project(m, plan, args.qkv, weights, x)
+    w.cluster_wait()  # not earlier: it empties the L1 cache, which waits for loads
     w.block_barrier()
     send_heads(w, m, plan, split)
     # Memory has nothing to do from here on.
     fetch_ahead(m, args.ahead, (kv_head * BLOCKS + split) * WARPS + w.warp, attention.kv_heads * BLOCKS * WARPS)
+    new = SentTokens(w, m, plan, tables.places, place)
     w.wait_inbox(plan.new_barrier, "cta")
-    SentTokens(w, m, plan, tables.places, place).stage()
+    new.stage()
     w.block_barrier()
 
     softmax, state = rows.attended(tiles, buffers, position, length, split)
-    softmax.store_partial(state, attention.rows)
+    softmax.store_partial(state)
     w.block_barrier()
     send_sums(w, plan, split)
     rows.write()
@@ -142,14 +137,13 @@ def attention_block(
     of_qkv, of_o = arrays_of(qkv), arrays_of(o)
     operands = [x, norm, page_table, positions, *pools, *of_qkv, *of_o]
     operands += [*(rope or ()), *(norms or ()), *(() if partial is None else (partial,)), *ahead]
-    scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
+        @plgpu.inline_mgpu(arg_types=[plgpu.RefType()] * len(refs))
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
             given = iter(values[: len(operands)])
-            out, y, shared, product_shared, kv_head, split = values[len(operands) :]
+            out, y, shared, product_shared = values[len(operands) :]
             x_ref, norm_ref, table, places, k_ref, v_ref = (next(given) for _ in range(6))
             weights = [Weights.of(weight, [next(given) for _ in of]) for weight, of in ((qkv, of_qkv), (o, of_o))]
             cos, sin = (next(given), next(given)) if rope else (None, None)
@@ -164,10 +158,12 @@ def attention_block(
             later = [Ahead(next(given), array.nbytes) for array in ahead]
             args = Arguments(x_ref, partial_ref, norm_ref, y, attended, products[0], products[1], later)
             w, m = Warp(shared), ClusterWarp(product_shared)
-            program(w, m, plan, args, w.scalar(kv_head), w.scalar(split))
+            # `axis_index` would divide by the cluster's size as the launch has it: 250 clocks before the first address.
+            block = Value(arith.index_cast(ir.IntegerType.get_signless(32), gpu.block_id(gpu.Dimension.x)))
+            program(w, m, plan, args, block // BLOCKS, block % BLOCKS)
 
         take_turn()
-        emit(*refs, jax.lax.axis_index("kv_head"), jax.lax.axis_index("split"))
+        emit(*refs)
 
     slices, y = plgpu.kernel(
         kernel,

@@ -7,6 +7,7 @@ from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, Fusion, Schedule
 from pallas_kernels.int4_matmul.plan import Plan as ProductPlan
 from pallas_kernels.paged_attention.new_token import DecodePlan
+from pallas_kernels.paged_attention.plan import KEYS
 
 BLOCKS, WARPS = 8, 8
 """Of a cluster, the largest that every card places, and of a block."""
@@ -46,6 +47,11 @@ class BlockPlan:
     def head_strips(self) -> int:
         """Strips of results that a head's elements are."""
         return self.decode.attention.head_dim // STRIP
+
+    def elements_each(self, fewest: int) -> int:
+        """Of the attended heads, that a thread adds up: a power of two up to 4, so that all threads have some."""
+        elements = self.decode.attention.rows * self.decode.attention.head_dim
+        return next(each for each in (1, 2, 4) if each >= fewest and (each * self.threads >= elements or each == 4))
 
     # Shared memory of the attention: what `DecodePlan` has, inputs of the products, what the cluster's blocks send.
     @property
@@ -106,7 +112,7 @@ class BlockPlan:
     def attention_bytes(self) -> int:
         return self.sums_barrier + 8
 
-    # Shared memory of the products: what qkv's plan has, then rings for o's weights.
+    # Shared memory of the products: what qkv's plan has, rings for o's weights, tables, pages.
     @property
     def o_start(self) -> int:
         return -(-self.qkv.shared_bytes // 16) * 16
@@ -124,5 +130,21 @@ class BlockPlan:
         return [(name, nbytes) for name, nbytes in sizes.items() if nbytes]
 
     @property
-    def product_bytes(self) -> int:
+    def listed_start(self) -> int:
+        """[warp] the position, then the page ids of its tiles of keys, in order."""
         return self.tables_start + sum(nbytes for _, nbytes in self.tables)
+
+    @property
+    def listed_tiles(self) -> int:
+        """Most tiles of a warp."""
+        attention = self.decode.attention
+        return -(-attention.pages_per_row * attention.page_size // (KEYS * BLOCKS * WARPS))
+
+    @property
+    def listed_bytes(self) -> int:
+        """Of a warp."""
+        return 4 * (1 + self.listed_tiles)
+
+    @property
+    def product_bytes(self) -> int:
+        return self.listed_start + WARPS * self.listed_bytes

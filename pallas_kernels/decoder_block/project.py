@@ -1,5 +1,6 @@
 """The block's first product: the residual stream of the new tokens, normalised, times the rows of q, k and v."""
 
+import functools
 from typing import Any
 
 from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
@@ -8,7 +9,7 @@ from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP, steps_per_run
 from pallas_kernels.int4_matmul.plan import PART, PIECE_BYTES
 from pallas_kernels.int4_matmul.plan import Plan as ProductPlan
 from pallas_kernels.int4_matmul.stream import Places, Stream, Weights
-from pallas_kernels.int4_matmul.strip import Arguments, factors_of, pieces_of, put, totals_of
+from pallas_kernels.int4_matmul.strip import Arguments, factors_of, pieces_of, totals_of
 
 
 class Strips(Stream):
@@ -36,7 +37,7 @@ class SummedRows:
     def __init__(self, w: Any, m: Any, plan: BlockPlan, x: Any, partial: Any, norm: Any):
         """Starts the reads. x [tokens, hidden] bf16, partial [slices, tokens, hidden] and norm [hidden] float32.
 
-        The norm's weights come by an asynchronous copy: ptxas would put loads of them behind what waits for x.
+        The norm's weights come by an asynchronous copy: of loads ptxas would wait for them with x.
         """
         self.w, self.m, self.plan = w, m, plan
         product = plan.qkv
@@ -46,11 +47,7 @@ class SummedRows:
         self._norm = m.warp * product.norm_bytes + (m.lane * 16 + product.norm_start)
         for start in range(0, product.norm_bytes, PIECE_BYTES):
             m.copy_async(self._norm, norm, self._column * 4, m.lane < 32, to=start, source=start)
-        self._given = x, partial
-
-    def read(self) -> None:
-        """Starts the reads of x and of the slices."""
-        m, product, (x, partial) = self.m, self.plan.qkv, self._given
+        self._buffer = w.warp * (product.rows * self.plan.x_bytes) + self.plan.x_start
         hidden = product.in_features
         self._x = [[m.load_words(x, self._column, 2, None, t * hidden + p) for p in self._parts] for t in self._tokens]
         self._slices = [
@@ -63,8 +60,14 @@ class SummedRows:
 
     def add(self, y: Any, writes: Any) -> None:
         """Adds the slices, in order; where `writes`, the sums go to y [tokens, hidden]. The norm must be there."""
-        w, m, product = self.w, self.m, self.plan.qkv
-        self._buffer = w.warp * (product.rows * self.plan.x_bytes) + self.plan.x_start
+        # All warps do, but ptxas may not put what waits for x in front of what is asked for before.
+        body, zeros = functools.partial(self._add, y, writes), [self.m.number(0.0) for _ in self._tokens]
+        self._squares = self.w.when(self.m.warp < WARPS, zeros, body)
+        self.m.warp_barrier()
+
+    def _add(self, y: Any, writes: Any) -> list[Any]:
+        """Returns each token's sum of squares in this lane."""
+        w, m, product, of_tokens = self.w, self.m, self.plan.qkv, []
         for t in self._tokens:
             squares = m.number(0.0)
             for p, start in enumerate(self._parts):
@@ -76,8 +79,13 @@ class SummedRows:
                 words, square = normalised(m, words, weights)
                 squares = squares + square
                 w.shared_store(self._buffer + w.lane * 8 + (t * self.plan.x_bytes + 2 * start), words)
-            squares_stored(m, product, squares, (1, 2, 4, 8, 16), m.lane < 1, m.integer(4 * t))
-        m.warp_barrier()
+            of_tokens.append(squares)
+        return of_tokens
+
+    def store_squares(self) -> None:
+        """The warp's, to shared memory: late, as five shuffles wait for each other."""
+        for t, squares in enumerate(self._squares):
+            squares_stored(self.m, self.plan.qkv, squares, (1, 2, 4, 8, 16), self.m.lane < 1, self.m.integer(4 * t))
 
     def _sum(self, words: list[Any], slices: list[Any]) -> list[Any]:
         m, sums = self.m, slices[0]
@@ -129,12 +137,23 @@ def strips_of(m: Any, plan: BlockPlan, kv_head: Any, split: Any) -> list[Any]:
     return strips
 
 
-def project(m: Any, plan: BlockPlan, a: Arguments, stream: Strips, x: Halves) -> None:
-    """Leaves every warp's sums of the block's strips in shared memory; their weights must be there."""
-    product = plan.qkv
-    strips = [fetched(m, product, a, x, places) for places in stream.places()]
-    for i, (pieces, factors) in enumerate(strips):
-        put(m, product, x, totals_of(m, product, x, pieces, factors.__getitem__), m.integer(i * product.strip_bytes))
+def project(m: Any, plan: BlockPlan, a: Arguments, stream: Strips, x: SummedRows) -> None:
+    """Leaves every warp's sums of the block's strips, and of squares, in shared memory, each strip when it is there."""
+    product, operand = plan.qkv, Halves(m, plan.qkv, x)
+    operand.prepare()
+    sums = m.warp * product.sums_bytes + m.lane // 4 * 4 + product.sums_start
+    behind = product.schedule.strips + plan.o.schedule.strips
+    for i, places in enumerate(stream.places()):
+        m.copy_wait(behind - 1 - i)
+        m.warp_barrier()
+        pieces, factors = fetched(m, product, a, operand, places)
+        (total,) = totals_of(m, product, operand, pieces, factors.__getitem__)
+        for e in range(4):  # columns of tokens that do not exist repeat those that do: lanes write the same
+            if e % 2 < product.rows:
+                m.shared_store(
+                    sums, total[e], None, i * product.strip_bytes + e % 2 * product.token_bytes + e // 2 * 32
+                )
+    x.store_squares()
 
 
 def send_heads(w: Any, m: Any, plan: BlockPlan, split: Any) -> None:

@@ -124,12 +124,15 @@ class NewRows:
         state, structure = jax.tree.flatten(softmax.initial())
         if attention.tokens == 1:
             state = w.when(owns, state, lambda: jax.tree.flatten(self.alone(softmax))[0])
-        state = softmax.over(tiles, buffers, jax.tree.unflatten(structure, state))
+        state = self._over(softmax, tiles, buffers, jax.tree.unflatten(structure, state))
         if attention.tokens > 1:  # after the loop: registers for one more tile are free there
             flat = jax.tree.leaves(state)
             new = functools.partial(softmax.update, state, first_key=length, last_keys=softmax.positions)
             state = jax.tree.unflatten(structure, w.when(owns, flat, lambda: jax.tree.leaves(new(self.tile()))))
         return softmax, state
+
+    def _over(self, softmax: Softmax, tiles: Tiles, buffers: list[Any], state: Any) -> Any:
+        return softmax.over(tiles, buffers, state)
 
     def _value_pairs(self, value: Any, group: Any) -> list[tuple[Any, Any]]:
         """A value's elements in lane `group` of eight, two for each m-tile; codes without their scale."""
