@@ -127,10 +127,10 @@ def test_precisions_that_cannot_be_measured_are_refused(model: ji.Model, precisi
         ji.sensitivity(model, tokens(1, 8), precisions=precisions)
 
 
-@pytest.mark.parametrize(("quick", "total"), [(True, 2 + 21), (False, 2 + 2 * 21)])
+@pytest.mark.parametrize(("quick", "total"), [(True, 2 + 21 + 15), (False, 2 + 2 * (21 + 15))])
 def test_the_bar_ends_with_the_last_layer(quick: bool, total: int, model: ji.Model, monkeypatch: pytest.MonkeyPatch):
     """It moves with every layer that all tokens go through: two of the original, then for each candidate of the seven
-    weights of the first layer two, of the second one. The head takes none."""
+    weights of the first layer two, of the second one. The head, once for each of 15 weights, counts as one layer."""
     bars = []
 
     def kept(**options: Any) -> tqdm:

@@ -83,7 +83,7 @@ def sensitivity(
     if windows.size == 0:
         raise ValueError("there are no tokens to calibrate with; give more text")
     progress = is_watched() if progress is None else progress
-    total = _layer_passes(table.names, model.config.num_layers, 1 if quick else len(table.precisions))
+    total = _steps(table.names, model.config, 1 if quick else len(table.precisions))
     options = {"unit": "layer", "desc": f"Measuring {len(table.names)} weights", "leave": False}
     with progress_bar(total=total, shown=progress, **options) as bar:
         measured = list(_Measurement(model, windows, table.precisions, quick, bar.update).weights(measure_head))
@@ -96,11 +96,19 @@ def sensitivity(
     )
 
 
-def _layer_passes(names: Sequence[str], num_layers: int, passes: int) -> int:
-    """How often all tokens go through a layer, which is what measuring takes: once through the original, and `passes`
-    times through a weight's layer and those above."""
+def _steps(names: Sequence[str], config: ModelConfig, passes: int) -> int:
+    """What measuring takes, in passes of all tokens through a layer: once through the original, and `passes` times
+    through a weight's layer, those above and the head."""
     indices = [int(name.split(".")[1]) for name in names if name != HEAD]
-    return num_layers + passes * sum(num_layers - index for index in indices)
+    upper = sum(config.num_layers - index for index in indices)
+    return config.num_layers + passes * (upper + len(names) * _head_steps(config))
+
+
+def _head_steps(config: ModelConfig) -> int:
+    """How many layers have about as many weights as the head twice, for the changed states and the original's."""
+    layer = [spec for spec in layer_specs(config, 0).values() if spec.is_linear]
+    weights = sum(sum(spec.rows) * (spec.columns or 0) for spec in layer)
+    return max(1, round(2 * config.vocab_size * config.hidden_size / weights))
 
 
 def unmeasured(
@@ -149,7 +157,7 @@ class _Measured:
 class _Measurement:
     """The original's hidden states before every layer, from which each change runs on.
 
-    `passed` is called whenever all tokens have gone through a layer.
+    `passed` is called with what has been done of `_steps`.
     """
 
     def __init__(
@@ -158,9 +166,9 @@ class _Measurement:
         windows: np.ndarray,
         precisions: Sequence[Precision],
         quick: bool,
-        passed: Callable[[], object],
+        passed: Callable[[int], object],
     ) -> None:
-        self._passed_layer = passed
+        self._done, self._head_steps = passed, _head_steps(model.config)
         self._config, self._params, self._precisions, self._quick = model.config, model.params, precisions, quick
         self._num_tokens = windows.size
         tokens = [jnp.asarray(batch) for batch in row_batches(windows)]
@@ -235,7 +243,7 @@ class _Measurement:
     def _through_layer(self, layer: LayerParams, x: Batches, index: int) -> Batches:
         # Waited for: the bar tells the time that is left.
         x = jax.block_until_ready([pass_through(layer, batch, config=self._config, index=index) for batch in x])
-        self._passed_layer()
+        self._done(1)
         return x
 
     def _normalised(self, x: Batches) -> Batches:
@@ -247,7 +255,9 @@ class _Measurement:
             summed_divergence(changed, original, head_weight, self._head, config=self._config)
             for changed, original in zip(hidden, self._original, strict=True)
         ]
-        return max(0.0, sum(float(part) for part in parts) / self._num_tokens)
+        divergence = max(0.0, sum(float(part) for part in parts) / self._num_tokens)
+        self._done(self._head_steps)
+        return divergence
 
 
 @functools.partial(jax.jit, static_argnames="config", compiler_options=UNTUNED)
