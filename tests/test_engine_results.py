@@ -8,13 +8,16 @@ from typing import Any
 import engine_cases as cases
 import families
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.generation import generate
 from jaxinfer.model import Model, load
 from jaxinfer.outputs import Delta
 from jaxinfer.params import random_params
+from jaxinfer.scoring import score
 
 PROMPTS = [ids for ids, _ in cases.REQUESTS]
 PARAMS = [row for _, row in cases.REQUESTS]
@@ -165,13 +168,43 @@ def test_more_completions_than_slots() -> None:
         assert 30 <= engine.metrics().prompt_tokens <= 30 + 5 * 2
 
 
+def random_model() -> Model:
+    """Of a shape that the kernels take."""
+    layers = (LayerConfig(RopeConfig("default", 1e4, 64)),) * 2
+    config = ModelConfig("llama", 512, 500, 256, 512, 8, 2, 64, layers, 1024, 1e-5, attention_scale=0.125)
+    return Model(config, random_params(config, jnp.bfloat16, 0), None, jnp.dtype(jnp.bfloat16), "random")
+
+
+@pytest.mark.gpu
+def test_gpu_scores_are_those_of_prompt_logprobs(rng: np.random.Generator) -> None:
+    """The kernel for prompts reads from the pages what its own call has written, also of rows that share no prefix."""
+    model = random_model()
+    begun = rng.integers(0, 500, 90).tolist()
+    rows = [rng.integers(0, 500, 60).tolist(), rng.integers(0, 500, 182).tolist()]
+    rows += [begun + rng.integers(0, 500, more).tolist() for more in (20, 45)]
+    cuts = [1, 100, 90, 90]
+    prompts = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
+    continuations = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
+    shape = {"num_pages": 257, "page_size": 16, "max_context": None, "max_prefill_tokens": 512}
+    with cases.engine(model, prefill_lengths=(512,), prefill_rows=(1,), **shape) as engine:
+        found = [engine.score(prompts, continuations, progress=False)]
+    found.append(score(model, prompts, continuations, progress=False))
+    outputs = generate(model, rows, cases.params(max_tokens=1, prompt_logprobs=1), progress=False)
+    for place, (output, cut) in enumerate(zip(outputs, cuts, strict=True)):
+        tables = (output.prompt_logprobs or ())[cut:]
+        wanted = np.array(
+            [(table or {})[token].logprob for table, token in zip(tables, rows[place][cut:], strict=True)]
+        )
+        assert wanted.std() > 0.1  # scores of other places would be told
+        for scores in found:
+            error = np.abs(np.array(scores[place].token_logprobs) - wanted)
+            assert error.mean() < 0.1 * wanted.std(), place
+
+
 @pytest.mark.gpu
 def test_gpu_prompts_laid_into_calls_row_by_row() -> None:
     """The kernel for prompts, which reads what other rows of its own call have written: the logits of whole prompts."""
-    layers = (LayerConfig(RopeConfig("default", 1e4, 64)),) * 2
-    config = ModelConfig("llama", 512, 500, 256, 512, 8, 2, 64, layers, 1024, 1e-5, attention_scale=0.125)
-    weights = random_params(config, jnp.bfloat16, 0)
-    model = Model(config, weights, None, jnp.dtype(jnp.bfloat16), "random")
+    model = random_model()
     row = cases.params(max_tokens=1, logprobs=20)
     prompts = [
         [(7 * place + number) % 500 for place in range(length)] for number, length in enumerate((5, 70, 33, 300))
