@@ -10,32 +10,37 @@ from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.decoder_block import mosaic
 from pallas_kernels.decoder_block.mosaic import Arguments, attend
-from pallas_kernels.decoder_block.plan import BLOCKS, BlockPlan
+from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
 from pallas_kernels.int4_matmul.warp import Value
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.paged_attention.warp import Warp
 
-STAMPS = 64
+STAMPS = 32
+"""Of a warp."""
 NAMES = (
-    "x asked for; all asked for, tables there; (x) in order; keys asked for; weights there (a strip, times four); "
+    "start; x asked for; all asked for, tables there; (x) in order; keys asked for; weights there; and; and; and; "
     "(product) warps' sums made; all; (sum, send) before heads; heads there; (norm, RoPE) staged; all; (attend) "
-    "stored; all; (send) o's weights there; (read) before sums; sums there; (merge) merged; all; end. "
-    "`all` is read before the wait"
+    "stored; all; (send) o's weights there; (read) before sums; sums there; (merge) merged; all; end"
 )
 
 
 class Stamps:
-    """Clocks of the first and of the last warp of a block."""
+    """Clocks of all warps, of half of the blocks: the slices of a token have no more room."""
 
-    def __init__(self, m: WideWarp, args: Arguments, block: Value):
-        last = m.integer(6) < m.warp
+    def __init__(self, m: WideWarp, args: Arguments, kv_head: Value, split: Value):
         self._m, self._out, self._next = m, args.o.out, 0
-        self._lead = (m.lane < 1) & m.select(m.warp < 1, m.warp < 1, last)
-        self._base = block * (2 * STAMPS) + m.select(last, m.integer(STAMPS), m.integer(0))
+        self._lead = (m.lane < 1) & (kv_head % 2 < 1)
+        self._base = ((kv_head // 2 * BLOCKS + split) * WARPS + m.warp) * STAMPS
 
-    def put(self) -> None:
+    def put(self, behind: Value | None = None) -> None:
+        """`behind`: a number that the clock is read after."""
         m, i32 = self._m, ir.IntegerType.get_signless(32)
-        bits = llvm.inline_asm(i32, [], "mov.u32 $0, %clock;", "=r,~{memory}", has_side_effects=True)
+        ptx, operands = "mov.u32 $0, %clock;", []
+        if behind is not None:
+            ptx = "{ .reg .pred there; setp.ne.b32 there, $1, 0x12345678; mov.b32 $0, 0; @there mov.u32 $0, %clock; }"
+            operands = [behind.ir]
+        constraints = ",".join(["=r", *(["r"] * len(operands)), "~{memory}"])
+        bits = llvm.inline_asm(i32, operands, ptx, constraints, has_side_effects=True)
         pointer = m._pointer(self._out, self._base + self._next, 4)
         m._emit("@$2 st.global.b32 [$0], $1;", "l,r,b", pointer, bits, self._lead.ir)
         self._next += 1
@@ -47,7 +52,7 @@ class StampedWarp(Warp):
     def block_barrier(self) -> None:
         self.stamps.put()
         super().block_barrier()
-        self.stamps.put()
+        self.stamps.put(self.shared_load(self.const(0, "i32"), 1, "i32")[0])  # else the clock is read before the wait
 
     def wait_inbox(self, barrier: int, scope: str = "cluster") -> None:
         self.stamps.put()
@@ -67,7 +72,7 @@ class StampedWideWarp(WideWarp):
 
 
 def stamped(w: Warp, m: WideWarp, plan: BlockPlan, args: Arguments, kv_head: Value, split: Value) -> None:
-    stamps = Stamps(m, args, kv_head * BLOCKS + split)
+    stamps = Stamps(m, args, kv_head, split)
     both = StampedWarp.__new__(StampedWarp), StampedWideWarp.__new__(StampedWideWarp)
     for given, made in zip((w, m), both, strict=True):
         made.__dict__.update(given.__dict__, stamps=stamps)
@@ -88,11 +93,16 @@ def layers_stamped(plan: BlockPlan, layers: Any, pools: Any, call: dict[str, Any
 
 
 def show(launches: list[jax.Array], clusters: int) -> None:
-    """Prints medians over layers and blocks of clocks since the kernel's start."""
-    blocks = clusters * BLOCKS
-    clocks = np.stack([np.asarray(launch).reshape(-1)[: blocks * 2 * STAMPS] for launch in launches]).view(np.uint32)
-    clocks = clocks.reshape(-1, 2, STAMPS).astype(np.int64)
+    """Prints medians over layers and blocks of clocks since the block's start, of each warp."""
+    blocks, count = clusters // 2 * BLOCKS, len(NAMES.split(";"))
+    clocks = np.stack([np.asarray(launch).reshape(-1)[: blocks * WARPS * STAMPS] for launch in launches])
+    clocks = clocks.view(np.uint32).reshape(-1, WARPS, STAMPS).astype(np.int64)
+    since = (clocks - clocks[:, :, :1].min(1, keepdims=True)) & 0xFFFFFFFF
     print(f"clocks: {NAMES}")
-    for which, label in enumerate(("first warp", "last warp")):
-        since = (clocks[:, which] - clocks[:, which, :1]) & 0xFFFFFFFF
-        print(f"  {label}:", " ".join(f"{np.median(column):.0f}" for column in since.T[1:23]), flush=True)
+    for warp in range(WARPS):
+        print(f"  warp {warp}:", " ".join(f"{np.median(column):.0f}" for column in since[:, warp, :count].T))
+    # What the others of a cluster wait for.
+    last = since.max(1).reshape(-1, BLOCKS, STAMPS)[..., :count]
+    for split in range(BLOCKS):
+        print(f"  block {split}, last warp:", " ".join(f"{np.median(column):.0f}" for column in last[:, split].T))
+    print(f"  of all: {' '.join(f'{np.median(column):.0f}' for column in last.max(1).T)}", flush=True)

@@ -17,6 +17,7 @@ from simulated_wide_warp import Barriers, SimulatedWideWarp
 from jaxinfer import kv_cache
 from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.decoder import forward
+from jaxinfer.layers import packed_attention
 from jaxinfer.params import random_params
 from jaxinfer.quantization.plan import resolve
 from pallas_kernels.decoder_block import attention_block, attention_block_refusal, mosaic
@@ -288,6 +289,14 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     large = dataclasses.replace(case, q_heads=4, tokens=2, head_dim=128, group_size=16)
     assert refusal(large) is None
     assert str(refusal(large, scales=jnp.float32)).endswith("bytes of shared memory, more than 231424")
+
+
+def test_why_a_layer_is_not_one_kernel_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    packed_attention._say_once.cache_clear()
+    with caplog.at_level("DEBUG", "jaxinfer"):
+        packed_attention._say_once("a reason")
+        packed_attention._say_once("a reason")
+    assert caplog.messages == ["a layer's attention is not one kernel: a reason"]
 
 
 def test_a_small_models_layers_are_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
