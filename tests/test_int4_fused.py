@@ -67,6 +67,7 @@ def test_fused_kernel_on_simulated_warps(rows, in_features, group_size, schedule
         (1, 512, 16, Schedule(warps=4, parts=1, strips=2, depth=1, blocks=2, scaled=True)),
         (1, 1536, 128, Schedule(warps=4, parts=3, strips=2, depth=1, blocks=2, scaled=True)),
         (3, 992, 32, Schedule(warps=4, parts=2, strips=2, depth=1, blocks=2, scaled=True)),
+        (2, 1536, 128, Schedule(warps=4, parts=3, strips=2, depth=2, blocks=2, scaled=True, bulk=True)),
         (5, 1024, 64, Schedule(warps=8, parts=1, strips=2, depth=2, blocks=2, scaled=True, bulk=True)),
         (1, 1024, 128, Schedule(warps=4, parts=2, strips=4, depth=2, blocks=3, scaled=True, bulk=True)),
     ],

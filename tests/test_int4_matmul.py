@@ -23,6 +23,7 @@ from pallas_kernels.int4_matmul import (
     tuning,
     wide_tuning,
 )
+from pallas_kernels.int4_matmul.columns import Columns
 from pallas_kernels.int4_matmul.plan import PLAIN, Fusion, Plan, Schedule
 
 BF16 = ml_dtypes.bfloat16
@@ -129,6 +130,22 @@ def test_every_schedule_computes_the_same(schedule: Schedule) -> None:
     assert error(partial.astype(np.float64).sum(0), x, values) < 3e-6
 
 
+@pytest.mark.parametrize(("group_size", "kind"), [(128, "zero_point"), (32, "minimum"), (64, "symmetric")])
+def test_digits_of_two_tokens_are_columns_on_simulated_warps(group_size: int, kind: str) -> None:
+    """Tokens of very different size share a product, and one that holds an infinity does not reach the other."""
+    weight, values = make(64, 896, group_size, kind)
+    x = (tokens(2, 896).astype(np.float32) * np.array([[1.0], [2.0**40]], np.float32)).astype(BF16)
+    schedule = Schedule(warps=4, parts=2, strips=2, depth=2, blocks=2, scaled=True)
+    assert Columns.serves(Plan.of(2, to_mosaic(weight), schedule))
+    out = simulate(x, to_mosaic(weight), schedule)[0]
+    for token in range(2):
+        assert error(out[token : token + 1], x[token : token + 1], values) < 5e-7
+    x[1, 300] = np.inf
+    with_infinity = simulate(x, to_mosaic(weight), schedule)[0]
+    assert np.isnan(with_infinity[1]).all()
+    assert (with_infinity[0] == out[0]).all()
+
+
 @pytest.mark.parametrize("rows", [1, 8, 16, 33, 64])
 @pytest.mark.parametrize(("out_features", "in_features"), [(14336, 4096), (4096, 14336), (576, 1536), (72, 64)])
 def test_kernel_lowers_for_cuda(rows: int, out_features: int, in_features: int) -> None:
@@ -200,10 +217,11 @@ def test_what_has_been_measured_in_float16_takes_it() -> None:
         assert schedule(rows, 14336, 4096).bulk
         assert schedule(rows, 4096, 14336).blocks == 264
         assert schedule(rows, 4096, 4096).scaled
-        assert not schedule(rows, 4096, 4096).bulk  # two strips a block
+        assert schedule(rows, 4096, 4096).bulk == (rows < 3)  # two strips a block
     assert schedule(1, 14336, 4096, 32).scaled
     assert schedule(5, 14336, 4096, 64).bulk
     assert schedule(1, 14336, 4096, zeros=False).scaled
+    assert schedule(16, 14336, 4096).bulk
     others = [schedule(9, 14336, 4096), schedule(1, 14336, 4096, 16), schedule(1, 14336, 4000)]
     assert not any(other.scaled for other in others)
 

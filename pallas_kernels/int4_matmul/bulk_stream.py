@@ -38,29 +38,34 @@ class BulkStream:
                 size = STRIP * itemsize
                 self._copies.append((array, first_group * size, plan.groups * size, plan.segments * size))
 
-    def open(self) -> None:
-        """Makes the barriers; all warps of the block come here."""
-        w = self.w
-        for slot in range(self._slots):
-            w.barrier_init(self._full(w.integer(slot)), 1, self._thread)
-            w.barrier_init(self._empty(w.integer(slot)), TEAM, self._thread)
-        w.barriers_ready()
-        w.block_barrier()
-
-    def fill(self) -> None:
-        """Asks for the first strips."""
+    def begin(self) -> None:
+        """Makes the barriers and asks for the first strip, before anything else is asked for."""
         w = self.w
 
         def start() -> None:
+            for slot in range(self._slots):
+                w.barrier_init(self._full(w.integer(slot)), 1, self._thread)
+                w.barrier_init(self._empty(w.integer(slot)), TEAM, self._thread)
+            w.barriers_ready()
+            self._ask(w.integer(0), w.integer(1), self._thread)
             w.arrive_in(self._full(w.integer(0)), None, self._thread)  # nothing comes into the spare slot yet
-            depth = w.integer(self.plan.schedule.depth)
-            w.loop(w.select(depth < self.count, depth, self.count), (), one)
-
-        def one(strip: Any, carry: Sequence[Any]) -> Sequence[Any]:
-            self._ask(strip, strip + 1)
-            return carry
 
         w.when(self._leader, start)
+
+    def open(self) -> None:
+        """All warps of the block come here, and find the barriers made."""
+        self.w.block_barrier()
+
+    def fill(self) -> None:
+        """Asks for the other strips that are to be under way, in order."""
+        w = self.w
+
+        def rest() -> None:
+            for strip in range(1, self.plan.schedule.depth):
+                self._ask(w.integer(strip), w.integer(strip + 1), w.lane < 1)
+
+        # Another warp than the leader, whose x comes later already.
+        w.when((w.integer(0) < self._member) & (self._member < 2), rest)
 
     def spare_is_free(self) -> None:
         """This warp has read what it wrote into its part of the spare slot."""
@@ -81,7 +86,7 @@ class BulkStream:
 
         def refill() -> None:
             w.barrier_wait(self._empty(free_slot), free_parity)
-            self._ask(coming, free_slot)
+            self._ask(coming, free_slot, self._thread)
 
         w.when(self._leader & (w.integer(0) < index) & (coming < self.count), refill)
         w.barrier_wait(self._full(slot), parity)
@@ -113,10 +118,10 @@ class BulkStream:
         self.w.warp_barrier()
         self.w.arrive_in(self._empty(slot), None, self.w.lane < 1)
 
-    def _ask(self, index: Any, slot: Any) -> None:
-        """Asks for strip `index`, if there is one."""
+    def _ask(self, index: Any, slot: Any, thread: Any) -> None:
+        """Asks for strip `index`, if there is one; one thread of the team does it."""
         w, plan = self.w, self.plan
-        go, full = self._thread & (index < self.count), self._full(slot)
+        go, full = thread & (index < self.count), self._full(slot)
         strip = index
         if plan.strip_parts > 1:
             strip = index // 2 + index % 2 * plan.result_strips

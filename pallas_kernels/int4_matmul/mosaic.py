@@ -33,6 +33,7 @@ from pallas_kernels.int4_matmul import joined, once
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
+from pallas_kernels.int4_matmul.columns import Columns
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Plan, Schedule
@@ -60,11 +61,11 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     zero, other_buffer = w.integer(0), w.integer(plan.buffer_bytes)
     way = RowStream if plan.in_rows is not None else BulkStream if schedule.bulk else Stream
     stream = way(w, plan, a.weights, slice_, block)
+    stream.begin()
     if schedule.joined:
         joined.open_inbox(w, plan, slice_, stream.count)
-    # x first: it waits for all weights that were asked for before it.
     x = operand(w, plan, a, stream)
-    stream.open()  # without a barrier, ptxas would move the loads of x to where it is used, behind all weights
+    stream.open()
     stream.fill()
     w.warp_barrier()
     x.prepare(None if a.weights.book is None else Book(w, a.weights.book, as_bytes=schedule.digits))
@@ -101,14 +102,19 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
         return w.select(index < stream.count, index, stream.count)
 
     # The first sums are added at once: the instructions for it come from memory while weights are waited for anyway.
-    end = w.integer(plan.strip_parts) if schedule.scaled else at_most(w.integer(schedule.strips))
+    # Not those of a few strips only, of which the last are there by then.
+    at_once = schedule.scaled and plan.most_strips > schedule.strips
+    end = w.integer(plan.strip_parts) if at_once else at_most(w.integer(schedule.strips))
     w.loop(stream.count, (zero, zero, end, *stream.first()), turn)
     if schedule.joined:
         joined.finish(w, plan, a, slice_, stream.first_strip, stream.count)
 
 
-def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Halves | Digits | Scaled:
+def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Halves | Digits | Scaled | Columns:
     """The warp's share of x, on its way."""
+    if plan.schedule.scaled and Columns.serves(plan):
+        rows = [Row(w, plan, a.x, a.norm, stream.first_tile, stream.spare, row) for row in range(plan.rows)]
+        return Columns(w, plan, rows, stream.spare)
     if not plan.schedule.scaled:
         way = Digits if plan.schedule.digits else Halves
         return way(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))

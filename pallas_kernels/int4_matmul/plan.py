@@ -22,8 +22,8 @@ class Schedule:
     through strips of 16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are
     added after every `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they
     should all be resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic,
-    see operands.py and scaled.py. `bulk`: weights come by bulk copies, see bulk_stream.py. `joined`: blocks that share
-    outputs add up their slices themselves, see joined.py.
+    see operands.py and scaled.py (for one or two rows columns.py). `bulk`: weights come by bulk copies, see
+    bulk_stream.py. `joined`: blocks that share outputs add up their slices themselves, see joined.py.
 
     `once`: a block has `strips` strips, all of them fetched at once, see once.py; `depth` is as many. Tokens are in
     `tiles`, each with blocks of its own.
@@ -166,6 +166,11 @@ class Plan:
     @property
     def blocks_per_slice(self) -> int:
         return max(1, min(self.result_strips, self.schedule.blocks // self.slices))
+
+    @property
+    def most_strips(self) -> int:
+        """Strips of the block that has most."""
+        return -(-self.result_strips // self.blocks_per_slice) * self.strip_parts
 
     @property
     def segment(self) -> int:

@@ -138,7 +138,11 @@ class Stream:
         """Where strip `index` of this block lies, from its first one on."""
         return index // 2 + index % 2 * self.plan.result_strips if self.plan.strip_parts > 1 else index
 
+    def begin(self) -> None:
+        """Asks for nothing: x comes first, since it waits for all weights that were asked for before it."""
+
     def open(self) -> None:
+        """Without a barrier, ptxas would move the loads of x to where it is used, behind all weights."""
         self.w.warp_barrier()
 
     def fill(self) -> None:

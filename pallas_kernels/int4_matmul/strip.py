@@ -1,9 +1,11 @@
 """What a warp does with one strip of 16 outputs: products with its share of x, scales, the sum over a block's warps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pallas_kernels.int4_matmul.columns import Columns
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Sums, bias_of
 from pallas_kernels.int4_matmul.packing import STRIP, Kind
 from pallas_kernels.int4_matmul.packing_int8 import Packed
@@ -12,7 +14,7 @@ from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.int4_matmul.scaled import Scaled
 from pallas_kernels.int4_matmul.stream import Places, Weights
 
-type Operand = Halves | Digits | Scaled | Planes
+type Operand = Halves | Digits | Scaled | Columns | Planes
 type Factors = tuple[Sequence[Any], Sequence[Any] | None]
 """Scale and bias, of this lane's two rows."""
 
@@ -114,16 +116,27 @@ def results_of(
 
     `first_row` is where the block's rows of the result begin, among those of all slices.
     """
-    results = []
-    for base in range(0, most_strips // plan.strip_parts * plan.rows * STRIP, plan.threads):
-        index = w.thread + base
-        row, token, strip = index % STRIP, index // STRIP % plan.rows, index // (STRIP * plan.rows)
-        feature = (first_strip + strip) * STRIP + row
-        inside = (strip * plan.strip_parts < strips) & (feature < plan.results)
-        address = strip * (plan.strip_parts * plan.strip_bytes) + token * plan.token_bytes + row * 4
-        address = w.select(inside, buffer + address, w.integer(0))
-        results.append(Result(token, address, (first_row + token) * plan.results + feature, inside))
-    return results
+    return [
+        result_of(w, plan, first_row, first_strip, strips, buffer, base) for base in first_results(plan, most_strips)
+    ]
+
+
+def first_results(plan: Plan, strips: int) -> range:
+    """The numbers of the first thread's results among those of so many strips."""
+    return range(0, strips // plan.strip_parts * plan.rows * STRIP, plan.threads)
+
+
+def result_of(w: Any, plan: Plan, first_row: Any, first_strip: Any, strips: Any, buffer: Any, base: int) -> Result:
+    """The thread's result, `base` after its own number."""
+    index = w.thread + base
+    row, token, strip = index % STRIP, index // STRIP % plan.rows, index // (STRIP * plan.rows)
+    if plan.rows == 8:  # a warp's two tokens are four apart: their sums are in different banks
+        token = index // STRIP % 2 * 4 + index // (2 * STRIP) % 4
+    feature = (first_strip + strip) * STRIP + row
+    inside = (strip * plan.strip_parts < strips) & (feature < plan.results)
+    address = strip * (plan.strip_parts * plan.strip_bytes) + token * plan.token_bytes + row * 4
+    address = w.select(inside, buffer + address, w.integer(0))
+    return Result(token, address, (first_row + token) * plan.results + feature, inside)
 
 
 def residual_of(w: Any, plan: Plan, a: Arguments, result: Result) -> Any:
@@ -162,6 +175,12 @@ def sum_over_warps(w: Any, plan: Plan, address: Any, start: int, nbytes: int) ->
 
 
 def store(w: Any, plan: Plan, a: Arguments, slice_: Any, first_strip: Any, strips: Any, buffer: Any) -> None:
-    """Adds up and writes the results of some strips."""
-    for result in results_of(w, plan, slice_ * plan.rows, first_strip, strips, buffer, plan.schedule.strips):
-        write(w, plan, a, result, lambda result=result: residual_of(w, plan, a, result))
+    """Adds up and writes the results of some strips; a warp that has none goes on."""
+
+    def one(base: int) -> None:
+        result = result_of(w, plan, slice_ * plan.rows, first_strip, strips, buffer, base)
+        write(w, plan, a, result, lambda: residual_of(w, plan, a, result))
+
+    results = strips // plan.strip_parts * (plan.rows * STRIP)
+    for base in first_results(plan, plan.schedule.strips):
+        w.when(w.warp * 32 + base < results, functools.partial(one, base))

@@ -24,10 +24,11 @@ SHAPES = {
 Two blocks of 8 warps x 2 parts need at most 128 registers a thread each, to which ptxas keeps only for 5 to 8 rows.
 """
 SCALED_SHAPES = {
-    1: [(16, 2, 1, 4), (8, 2, 2, 2), (4, 2, 4, 4)],
+    2: [(16, 2, 1, 4), (8, 2, 2, 2), (4, 2, 4, 4)],
     8: [(16, 2, 1, 2), (8, 2, 2, 2), (4, 2, 4, 2)],
 }
-"""Beside those, where x is taken in float16 (scaled.py): warps, parts, blocks at once, and strips between additions."""
+"""Beside those, where x is taken in columns or in float16 (columns.py, scaled.py): warps, parts, blocks at once, and
+strips between additions."""
 JOINED = {
     2: Schedule(16, 3, 2, 2, 132, scaled=True, joined=True),
     7: Schedule(8, 2, 2, 3, 7 * 32, scaled=True, joined=True),
@@ -37,11 +38,11 @@ JOINED = {
 As many clusters as 132 multiprocessors run at once: 12288 inputs, K12288 N4096, took 9.6 us for one row and 10.5 for
 five (8.9 and 9.9 and as much as `ADDING_SLICES` and a launch); 14336 inputs 10.6 and 11.4 (9.5 and 10.6).
 """
-BULK_STRIPS = 3
-"""From so many strips a block on, weights come by bulk copies.
+BULK_STRIPS = {2: 2, 16: 3}
+"""By the most rows: from so many strips a block on, weights come by bulk copies, the first strip before x.
 
-With two that took 5.2 us (asynchronous copies: 4.5), with seven 10.3 (10.4) for one row and 11.9 (12.4) for eight, in
-two blocks a multiprocessor 9.5 (10.5) and 10.5 (11.5).
+With two strips that took 4.3 us for one row (asynchronous copies: 4.4), 5.6 for five and eight (5.3, 5.5); with seven
+10.7 for eight (12.4) and 15.1 for sixteen (16.9), in two blocks a multiprocessor 10.1 for eight (11.5).
 """
 DIGITS_MAX_ROWS = 8
 ADDING_SLICES, JOINING_SLICES = 1.3, 0.6
@@ -67,7 +68,7 @@ def plan_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion
         return small
     digits = rows <= DIGITS_MAX_ROWS and (weight.kind != "code_book" or weight.whole)
     plan = Plan.of(rows, weight, Schedule(digits=digits), fusion)
-    return _best(plan, _may_be_scaled(plan, weight), MULTIPROCESSORS.get(device_kind, 132))
+    return _best(plan, _is_measured(plan, weight), MULTIPROCESSORS.get(device_kind, 132))
 
 
 def once_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion: Fusion = PLAIN) -> Plan | None:
@@ -91,16 +92,15 @@ def once_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion
     return plan if plan.whole else None
 
 
-def _may_be_scaled(plan: Plan, weight: Packed) -> bool:
-    """Only what has run on a GPU: more groups would do. 16 rows were not faster."""
-    measured = plan.bits == 4 and weight.kind != "code_book" and plan.group_size in (32, 64, PART)
-    return measured and plan.rows <= max(SCALED_SHAPES)
+def _is_measured(plan: Plan, weight: Packed) -> bool:
+    """Whether weights may come by bulk copies, and x be taken in float16: only what has run on a GPU, more would do."""
+    return plan.bits == 4 and weight.kind != "code_book" and plan.group_size in (32, 64, PART)
 
 
 @functools.cache
-def _best(plan: Plan, scaled: bool, multiprocessors: int) -> Plan:
-    plans = []
-    if scaled:
+def _best(plan: Plan, measured: bool, multiprocessors: int) -> Plan:
+    plans, many = [], plan.rows > max(SCALED_SHAPES)  # 16 rows were not faster in float16
+    if measured and not many:
         for warps, parts, resident, strips in _of_rows(SCALED_SHAPES, plan.rows):
             schedule = Schedule(warps, parts, strips, blocks=multiprocessors * resident, scaled=True)
             plans += [_streamed(p) for p in _fitted(plan, schedule, resident) if p.even]
@@ -112,17 +112,19 @@ def _best(plan: Plan, scaled: bool, multiprocessors: int) -> Plan:
                     plans.append(p)
     for warps, parts, resident in _of_rows(SHAPES, plan.rows):
         schedule = Schedule(warps, parts, blocks=multiprocessors * resident, digits=plan.schedule.digits)
-        plans += _fitted(plan, schedule, resident)
+        fitted = _fitted(plan, schedule, resident)
+        streamed = measured and many and plan.rows <= max(BULK_STRIPS)
+        plans += [_streamed(p) if streamed and p.even else p for p in fitted]
     return min(plans, key=_waste)
 
 
-def _of_rows[Shape](table: dict[int, list[Shape]], rows: int) -> list[Shape]:
+def _of_rows[Entry](table: dict[int, Entry], rows: int) -> Entry:
     return table[min(most for most in table if rows <= most)]
 
 
 def _streamed(plan: Plan) -> Plan:
-    most_strips = -(-plan.result_strips // plan.blocks_per_slice) * plan.strip_parts
-    return dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, bulk=most_strips >= BULK_STRIPS))
+    bulk = plan.most_strips >= _of_rows(BULK_STRIPS, plan.rows)
+    return dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, bulk=bulk))
 
 
 def _fitted(plan: Plan, schedule: Schedule, resident: int) -> list[Plan]:
