@@ -4,15 +4,18 @@
     python -m benchmarks.speculation machinery --target qwen3-8b --int4 --draft qwen3-0.6b --draft-plan bfloat16
     python -m benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.93 --batch 1
     python -m benchmarks.speculation text --model smollm2-135m-instruct
+    python -m benchmarks.speculation greedy --model smollm2-135m-instruct --dtype float32
     python -m benchmarks.speculation lossy --model smollm2-135m-instruct
 
 `machinery` takes random weights in shapes of `benchmarks/shapes` and accepts drafted tokens with a given probability,
 whatever the models say: its records have mode "synthetic". Chance is the same in every run, so that times can be
 compared; `acceptance_4` and the like are shares of `judged_4` tokens, and differ from the probability by as much as
 shares of so few do (256 tokens judge about 40 fourth ones). `overhead` is the share of a step that is no pass of a
-model: the passes are timed by themselves. `text` is a real model on prompts written for the purpose; `lossy` the same
-under each rule of acceptance that changes the output, with what that does to it: `first_choice_share` of the tokens are
-those that the target finds most probable, which are `gap_to_first_choice` more probable on average (exact: 1 and 0).
+model: the passes are timed by themselves. `text` is a real model on prompts written for the purpose. `greedy` says how
+many of a long output's tokens come before the first that differs from plain decoding's, and how near a tie that is
+(`largest_tie_gap`); it times nothing. `lossy` is text under each rule of acceptance that changes the output, with what
+that does to it: `first_choice_share` of the tokens are those that the target finds most probable, which are
+`gap_to_first_choice` more probable on average (exact: 1 and 0).
 
 `speedup` is less than `running_speedup` by what a short output pays whatever the steps take: the draft reads the prompt
 after the first token, and the last chunk of steps runs to its end.
@@ -38,6 +41,7 @@ from jaxinfer.speculative.comparison import (
     compile_ahead,
     first_differences,
     measure_plain,
+    timed_run,
 )
 from jaxinfer.speculative.lossy import LossyKL, LossyTopK, LossyTypical, SyntheticAcceptance
 from jaxinfer.speculative.policy import FixedLength
@@ -177,11 +181,7 @@ def text(recorder: Recorder, options: argparse.Namespace) -> None:
     """A real model, greedy: n-grams where outputs quote, self-drafts where they do not."""
     model = ji.load(options.model, dtype=options.dtype)
     params = ji.SamplingParams(max_tokens=options.output, temperature=0.0)
-    drafts: list[Draft] = []
-    for k in options.k:
-        half = ji.SelfDraft(model, k, num_layers=max(1, model.config.num_layers // 2))
-        drafts += [ji.NgramDraft(k), ji.SelfDraft(model, k), half]
-    runs = [ji.Speculation(draft, policy=FixedLength()) for draft in drafts]
+    runs = [ji.Speculation(draft, policy=FixedLength()) for draft in drafts_of(model, options.k)]
     for task, texts in TASKS.items():
         assert model.tokenizer is not None
         chats = [model.tokenizer.apply_chat_template([{"role": "user", "content": one}]) for one in texts]
@@ -191,8 +191,50 @@ def text(recorder: Recorder, options: argparse.Namespace) -> None:
             for speculation in runs:
                 found = compare(model, ids, params, speculation, plain=plain, repeats=options.repeats)
                 case = case_of(model, found, ids, options, "exact", task=task)
-                gaps = [abs(difference.gap) for difference in first_differences(model, ids, found)]
+                gaps = [
+                    abs(difference.gap) for difference in first_differences(model, ids, found.plain, found.speculative)
+                ]
                 recorder.record(case, metrics_of(found) | ({"largest_tie_gap": (max(gaps), "nats")} if gaps else {}))
+
+
+def greedy(recorder: Recorder, options: argparse.Namespace) -> None:
+    """A real model to a given length: are the tokens with each draft those without?"""
+    model = ji.load(options.model, dtype=options.dtype)
+    assert model.tokenizer is not None
+    params = ji.SamplingParams(max_tokens=options.output, temperature=0.0, ignore_eos=True)
+    for task, texts in TASKS.items():
+        ids = [model.tokenizer.apply_chat_template([{"role": "user", "content": texts[0]}])]
+        plain = timed_run(model, ids, params, None)
+        for draft in drafts_of(model, options.k):
+            speculation = ji.Speculation(draft, policy=FixedLength())
+            run = timed_run(model, ids, params, speculation)
+            differences = first_differences(model, ids, plain, run)
+            case = {
+                "target": pathlib.Path(options.model).name,
+                "weights": str(model.dtype),
+                "draft": draft.name,
+                "k": draft.k,
+                "mode": "greedy",
+                "task": task,
+                "output": options.output,
+            }
+            same = differences[0].place if differences else len(plain.token_ids[0, 0])
+            metrics = {
+                "same_tokens": (float(same), "tokens"),
+                "accepted_length": (speculation.report.mean_accepted_length, ""),
+            }
+            gap = {"largest_tie_gap": (abs(differences[0].gap), "nats")} if differences else {}
+            recorder.record(case, metrics | gap)
+
+
+def drafts_of(model: ji.Model, lengths: list[int]) -> list[Draft]:
+    """N-grams, the model in 4 bits, and the lower half of its layers, for each number of tokens."""
+    half = max(1, model.config.num_layers // 2)
+    return [
+        draft
+        for k in lengths
+        for draft in (ji.NgramDraft(k), ji.SelfDraft(model, k), ji.SelfDraft(model, k, num_layers=half))
+    ]
 
 
 def case_of(
@@ -248,16 +290,18 @@ def main() -> None:
     real = commands.add_parser("text")
     real.add_argument("--single", action="store_true", help="each prompt in a batch of its own")
     rules = commands.add_parser("lossy")
-    for command in (real, rules):
+    long = commands.add_parser("greedy")
+    for command in (real, rules, long):
         command.add_argument("--model", default="smollm2-135m-instruct")
+    for command in (real, rules):
         command.add_argument("--repeats", type=int, default=3, help="runs, of which the fastest counts")
-    for command in (synthetic, real, rules):
+    for command in (synthetic, real, rules, long):
         command.add_argument("--k", type=int, nargs="+", default=[4])
-        command.add_argument("--output", type=int, default=257)
+        command.add_argument("--output", type=int, default=512 if command is long else 257)
         command.add_argument("--dtype")
     options = parser.parse_args()
     recorder = Recorder("speculation", options.results) if options.results else Recorder("speculation")
-    {"machinery": machinery, "text": text, "lossy": lossy}[options.command](recorder, options)
+    {"machinery": machinery, "text": text, "greedy": greedy, "lossy": lossy}[options.command](recorder, options)
 
 
 if __name__ == "__main__":

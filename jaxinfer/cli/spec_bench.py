@@ -70,7 +70,7 @@ def _print(
     quality = None if acceptance.lossless else _quality(model, prompts, found)
     print(json_line(_record(found, acceptance, quality)) if as_json else found)
     if acceptance.lossless and greedy and not as_json:
-        for difference in first_differences(model, prompts, found):
+        for difference in first_differences(model, prompts, found.plain, found.speculative):
             print(
                 f"  prompt {difference.prompt_index} differs from token {difference.place} on, "
                 f"a tie within {abs(difference.gap):.2g} nats"

@@ -142,11 +142,11 @@ class Difference:
     gap: float
 
 
-def first_differences(model: Model, prompts: Sequence[Sequence[int]], found: Comparison) -> list[Difference]:
+def first_differences(model: Model, prompts: Sequence[Sequence[int]], plain_run: Run, run: Run) -> list[Difference]:
     """Of greedy completions, one for each that differs, the tokens scored after their common beginning."""
     differences = []
-    for (prompt, sample), plain in sorted(found.plain.token_ids.items()):
-        other = found.speculative.token_ids[prompt, sample]
+    for (prompt, sample), plain in sorted(plain_run.token_ids.items()):
+        other = run.token_ids[prompt, sample]
         place = next((index for index, pair in enumerate(zip(plain, other, strict=False)) if pair[0] != pair[1]), None)
         if place is not None:
             common = [*prompts[prompt], *plain[:place]]
