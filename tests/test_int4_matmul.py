@@ -299,6 +299,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 def test_x_in_float16_on_the_gpu(rows: int, out_features: int, in_features: int) -> None:
     """Asynchronous copies, bulk copies, bulk copies in three slices of the inputs; tokens of very different size.
 
+    One and two rows are columns of bytes, whose sums are exact.
+
     The bound is twice what an H200 showed (3.8e-6). Tensor cores align what they add by the exponents that the factors
     are written with, and a code's is 2^-14 whatever it is: sums lose up to ten of their 25 bits.
     test_float16_sums.py has a model of it, which comes to 2e-6 to 5e-6 here, and to 1e-7 if exponents were real ones.

@@ -3,6 +3,9 @@
 Four neighbouring warps are a team, whose words, scales and offsets of a strip are contiguous each: three copies that
 one thread starts and no thread carries out. A team has a ring of slots, each with a barrier that says it is full and
 one that says all four warps have read it.
+
+What is asked for first delays what is asked for later. So the first strip is asked for before x, which is needed with
+it, and the others one after the other behind x.
 """
 
 from collections.abc import Sequence

@@ -13,8 +13,8 @@ Scale, zero point or minimum enter once a group:
 
     sum_k x_k w_k = scale * sum_k x_k (c + code_k) + bias * sum_k x_k
 
-in float32; what c is, and how the sums are made, is in operands.py and scaled.py. sum_k x_k is computed once for the
-whole kernel.
+in float32; what c is, and how the sums are made, is in operands.py, scaled.py and columns.py. sum_k x_k is computed
+once for the whole kernel.
 
 docs/kernels.md has the layout, the reasons and the measurements.
 """
