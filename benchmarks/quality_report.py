@@ -1,5 +1,5 @@
-"""The measured tables of docs/quantization.md: what each plan keeps of the original, on one text and one device; what a
-decode step takes by it; and how long a packed model takes to load."""
+"""The measured tables of docs/quantization.md: what each plan keeps of the original, on one text and one device; by
+which error rounding clips; what a decode step takes by each plan; and how long a packed model takes to load."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +46,29 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table."""
     lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+
+
+def clipping(records: Iterable[Mapping]) -> str:
+    """What rounding loses by the error that clipping minimises, the newest record of each, for each number of bits and
+    of tokens; of the device that has most. Empty if there is no record."""
+    devices: dict[str, dict[tuple[int, int, str], dict[str, Mapping]]] = {}
+    for record in records:
+        if record["benchmark"] == "clipping":
+            case = record["case"]
+            key = case["bits"], case["tokens"], case["exponent"]
+            devices.setdefault(record["device"], {}).setdefault(key, {})[record["metric"]] = record
+    if not devices:
+        return ""
+    device, cases = max(devices.items(), key=lambda item: len(item[1]))
+    rows, commits = [], {}
+    for (bits, tokens, exponent), found in sorted(cases.items(), key=lambda item: (-item[0][0], item[0][1:])):
+        error = "nothing is clipped" if exponent == "none" else f"sum of \\|error\\|^{exponent}"
+        figures = (f"{found[name]['value']:.{digits}f}" for name, digits in (("perplexity", 2), ("kl_mean", 4)))
+        original = f"{found['original_perplexity']['value']:.2f}"
+        rows.append((str(bits), f"{tokens:,}", error, *figures, f"{found['kl_p99']['value']:.3f}", original))
+        commits |= dict.fromkeys(record["commit"] for record in found.values())
+    header = ("bits", "tokens", "clipped for the least", "perplexity", "KL mean", "KL 99 %", "perplexity of bf16")
+    return f"{device}, commit {', '.join(commits)}:\n\n{markdown(header, rows)}"
 
 
 def decoding(records: Iterable[Mapping]) -> str:
@@ -140,7 +163,9 @@ def replaced(document: str, name: str, written: str) -> str:
 def write(records: Iterable[Mapping]) -> None:
     """Brings docs/quantization.md up to date."""
     document, listed = DOCUMENT.read_text(encoding="utf-8"), list(records)
-    for name, written in (("quality", section(listed)), ("decoding", decoding(listed)), ("loading", loading(listed))):
+    sections = {"quality": section, "clipping": clipping, "decoding": decoding, "loading": loading}
+    for name, section_of in sections.items():
+        written = section_of(listed)
         document = replaced(document, name, written) if written else document
     DOCUMENT.write_text(document, encoding="utf-8")
     print(f"wrote {DOCUMENT}")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quality_report import BEGIN, DOCUMENT, END, decoding, loading, replaced
+from benchmarks.quality_report import BEGIN, DOCUMENT, END, clipping, decoding, loading, replaced
 
 
 def records(benchmark: str, case: dict[str, Any], device: str = "card", commit: str = "c1", **values: Any) -> list:
@@ -35,6 +35,24 @@ def test_steps_of_each_kind_of_weights_stand_side_by_side() -> None:
         decoding([])
 
 
+def test_clipping_by_each_error() -> None:
+    """More bits come first; an exponent that was measured again has its newest figures."""
+    assert clipping([]) == ""
+    written = []
+    for bits, exponent, perplexity in ((3, "2", 90.0), (4, "none", 58.0), (4, "2.4", 70.0), (4, "2.4", 59.5)):
+        case = {"bits": bits, "group_size": 64, "symmetric": False, "exponent": exponent, "tokens": 4088}
+        found = {"perplexity": perplexity, "original_perplexity": 44.16, "kl_mean": 0.33, "kl_p99": 1.5}
+        written += records("clipping", case, **found)
+    assert clipping(written) == (
+        "card, commit c1:\n\n"
+        "| bits | tokens | clipped for the least | perplexity | KL mean | KL 99 % | perplexity of bf16 |\n"
+        "|---|---|---|---|---|---|---|\n"
+        "| 4 | 4,088 | sum of \\|error\\|^2.4 | 59.50 | 0.3300 | 1.500 | 44.16 |\n"
+        "| 4 | 4,088 | nothing is clipped | 58.00 | 0.3300 | 1.500 | 44.16 |\n"
+        "| 3 | 4,088 | sum of \\|error\\|^2 | 90.00 | 0.3300 | 1.500 | 44.16 |"
+    )
+
+
 def test_loads_from_safetensors_and_from_the_store() -> None:
     assert loading([]) == ""
     case = {"shape": "llama-3-8b", "weights": "int4 g128", "gb": 5.7}
@@ -61,4 +79,4 @@ def test_only_what_stands_between_the_marks_is_written() -> None:
     with pytest.raises(ValueError, match=r"has no <!-- written by `make performance`: c -->"):
         replaced(document, "c", "three")
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert all(BEGIN.format(name=name) in text for name in ("quality", "decoding", "loading"))
+    assert all(BEGIN.format(name=name) in text for name in ("quality", "clipping", "decoding", "loading"))
