@@ -56,6 +56,9 @@ class SimulatedClusterWarp(SimulatedWideWarp):
             with self.barriers.changed:
                 ref[start : start + size] += 1
 
+    def computed(self, words: Sequence[np.ndarray]) -> None:
+        assert len(words) % 4 == 0
+
     def wait_sent(self, barrier: int) -> None:
         self.barriers.wait(self.block, barrier, 0)
         arrivals, left, nbytes, _ = self.barriers.state[self.block, barrier]
@@ -71,12 +74,11 @@ def simulate_gated_once(
     *,
     clusters: int,
     cluster: int,
-    sharing: int,
     norm_eps: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the kernel of a feed-forward block returns for x [rows, inputs] (bfloat16): slices, and y."""
     slices = 0 if partial is None else len(partial)
-    plan = GatedPlan.of(len(x), *weights, None if norm is None else norm_eps, clusters, cluster, sharing, slices)
+    plan = GatedPlan.of(len(x), *weights, None if norm is None else norm_eps, clusters, cluster, slices)
     out = np.full(clusters * len(x) * weights[1].shape[0], np.nan, np.float32)
     total = np.full(x.size, np.nan, BF16)
     flat, sums = (np.ascontiguousarray(x).reshape(-1).view(np.uint8), None if partial is None else partial.reshape(-1))

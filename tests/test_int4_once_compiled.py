@@ -59,9 +59,9 @@ from pallas_kernels.int4_matmul.gated_plan import GatedPlan, shape_for
 rows, slices, hidden, k = map(int, sys.argv[1:])
 gate_up, down, x, norm = packed(2 * hidden, k), packed(k, hidden), array(jnp.bfloat16, rows, k), array(jnp.float32, k)
 clusters, cluster = shape_for(rows, gate_up, down)
-plan = GatedPlan.of(rows, gate_up, down, 1e-5, clusters, cluster, cluster, slices)
+plan = GatedPlan.of(rows, gate_up, down, 1e-5, clusters, cluster, slices)
 partial = array(jnp.float32, slices, rows, k) if slices else None
-options = {"clusters": clusters, "cluster": cluster, "sharing": cluster, "norm_eps": 1e-5}
+options = {"clusters": clusters, "cluster": cluster, "norm_eps": 1e-5}
 block = lambda *given: gated_once.gated_mlp(*given, jax.tree.leaves(given[2]), **options)
 compiled(block, x, partial, gate_up, down, norm)
 print(plan.threads, plan.shared_bytes, plan.blocks)

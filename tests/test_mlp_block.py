@@ -63,22 +63,22 @@ def same_sum(got: np.ndarray, want: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("rows", "slices", "group", "hidden", "clusters", "cluster", "sharing", "normed"),
+    ("rows", "slices", "group", "hidden", "clusters", "cluster", "normed"),
     [
-        (1, 3, 128, 512, 2, 2, 2, True),
-        (2, 0, 64, 512, 2, 4, 1, True),
-        (2, 9, 32, 256, 1, 4, 4, False),
-        (2, 2, 128, 256, 1, 2, 1, True),
+        (1, 3, 128, 512, 2, 2, True),
+        (2, 0, 64, 512, 2, 4, True),
+        (2, 9, 32, 256, 1, 4, False),
+        (1, 2, 64, 256, 2, 8, True),
     ],
 )
-def test_block_on_simulated_warps(rows, slices, group, hidden, clusters, cluster, sharing, normed) -> None:
+def test_block_on_simulated_warps(rows, slices, group, hidden, clusters, cluster, normed) -> None:
     gate_up, gate_values = small(2 * hidden, 512, group)
     down, down_values = small(256, hidden, group)
     weights = (to_mosaic(gate_up), to_mosaic(down))
     assert GatedPlan.refusal(rows, *weights, clusters, cluster) is None
     x, partial, total = stream(rows, slices, 512)
     norm = np.random.default_rng(7).uniform(0.5, 1.5, 512).astype(np.float32) if normed else None
-    options = {"clusters": clusters, "cluster": cluster, "sharing": sharing, "norm_eps": EPS}
+    options = {"clusters": clusters, "cluster": cluster, "norm_eps": EPS}
     ahead = [np.zeros(size, np.uint8) for size in (16, 4100, 65536)]  # counts how often a byte was asked for
     got, y = simulate_gated_once(x, partial if slices else None, weights, norm, ahead, **options)
     assert all((array == 1)[: len(array) // 16 * 16].all() for array in ahead)
@@ -144,7 +144,7 @@ def test_block_and_the_product_behind_it_lower_for_cuda() -> None:
     schedule = plan_for(1, qkv, fusion=Fusion(norm_eps=EPS)).schedule
 
     def run(x, partial, gate_up, down, qkv, norm):
-        ahead, options = jax.tree.leaves(qkv), {"clusters": 12, "cluster": 8, "sharing": 8, "norm_eps": EPS}
+        ahead, options = jax.tree.leaves(qkv), {"clusters": 12, "cluster": 8, "norm_eps": EPS}
         left, y = gated_once.gated_mlp(x, partial, gate_up, down, norm, ahead, **options)
         options = {"schedule": schedule, "out_dtype": jnp.dtype(jnp.bfloat16), "norm_eps": EPS}
         return once_of_sum.int4_matmul_of_sum(y, left, qkv, norm, **options)

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.early_launch import take_turn
@@ -28,19 +27,17 @@ def run_blocks(
     `program(w, references, block)` emits one warp's work; references are those of `arrays`, then the result's,
     or the results'. Each `cluster` neighbouring blocks, up to 8, run at once and may send each other numbers.
     """
-    scalar = plgpu.Layout.WG_SPLAT(())
 
     def kernel(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar))
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs),))
         def emit(ctx: Any, *values: Any) -> None:
             del ctx
-            *references, shared, block = values
+            *references, shared = values
             w = ClusterWarp(shared)
-            program(w, references, w.scalar(block))
+            program(w, references, w.block())
 
         take_turn()
-        block = lax.axis_index("block")
-        emit(*refs, block if cluster == 1 else block * cluster + lax.axis_index("rank"))
+        emit(*refs)
 
     clusters = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     return plgpu.kernel(

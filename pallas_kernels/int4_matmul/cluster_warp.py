@@ -7,6 +7,7 @@ needs no fence, and no block need outlive another, as each waits for all that it
 from collections.abc import Sequence
 
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm
 
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
 from pallas_kernels.paged_attention.warp import Value
@@ -14,6 +15,10 @@ from pallas_kernels.paged_attention.warp import Value
 
 class ClusterWarp(WideWarp):
     """Emits at MLIR's current insertion point. The tests have a NumPy twin."""
+
+    def block(self) -> Value:
+        """The block's number; `lax.axis_index` of a kernel of clusters would divide for it, in 250 clocks."""
+        return Value(arith.index_cast(ir.IntegerType.get_signless(32), gpu.block_id(gpu.Dimension.x)))
 
     def expect_sent(self, barrier: int, nbytes: int, warp: int = 0) -> None:
         """Lets `nbytes` be sent here, once `cluster_arrive` and `cluster_wait` followed in all blocks.
@@ -32,7 +37,7 @@ class ClusterWarp(WideWarp):
         self._emit("barrier.cluster.arrive.relaxed.aligned;", "")
 
     def cluster_wait(self) -> None:
-        """Waits until every warp of the cluster arrived."""
+        """Waits until every warp of the cluster arrived; it empties the L1 cache."""
         self._emit("barrier.cluster.wait.acquire.aligned;", "")
 
     def send_words(
@@ -57,12 +62,32 @@ class ClusterWarp(WideWarp):
         self._emit(ptx, ",".join(constraints), *operands)
 
     def wait_sent(self, barrier: int) -> None:
-        """Waits until all that this block's inbox was opened for has come."""
+        """Waits until all that this block's inbox was opened for has come.
+
+        What came is in shared memory, so that the block's scope will do; the cluster's would empty the L1 cache.
+        """
         ptx = (
-            "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0; "
+            "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [$0], 0; "
             "@!done bra again; }"
         )
         self._emit(ptx, "r", self._shared(self.integer(barrier)))
+
+    def computed(self, words: Sequence[Value]) -> None:
+        """Has words computed here, and not behind a wait that follows, where ptxas puts what is used there.
+
+        It stores them on a card that has room for no warp, as ptxas cannot know that there is none.
+        """
+        none = llvm.inline_asm(
+            ir.IntegerType.get_signless(1),
+            [],
+            "{ .reg .b32 room; mov.u32 room, %nwarpid; setp.eq.u32 $0, room, 0; }",
+            "=b",
+        )
+        for first in range(0, len(words), 4):
+            some = words[first : first + 4]
+            names = ", ".join(f"${i + 1}" for i in range(len(some)))
+            ptx = f"@${len(some) + 1} st.shared.v{len(some)}.b32 [$0], {{{names}}};"
+            self._emit(ptx, ",".join(["r"] * (len(some) + 1) + ["b"]), self._scratch, *(word.ir for word in some), none)
 
     def prefetch(self, ref: ir.Value, offset: Value, nbytes: Value, predicate: Value) -> None:
         """Asks for bytes from byte `offset` of `ref` on, both multiples of 16, to be brought into the L2 cache."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from pallas_kernels.int4_matmul.cluster_sum import SumPlan
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.plan import PART, Fusion, Plan, Schedule
+from pallas_kernels.int4_matmul.plan import PART, PIECE_BYTES, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.planes import MOST_TOKENS, Planes
 from pallas_kernels.int4_matmul.shared_rows import Rows, row_bytes
 
@@ -24,7 +24,7 @@ def shape_for(rows: int, gate_up: Packed, down: Packed) -> tuple[int, int] | Non
     for clusters, cluster in SHAPES:
         if GatedPlan.refusal(rows, gate_up, down, clusters, cluster) is not None:
             continue
-        plan = GatedPlan.of(rows, gate_up, down, None, clusters, cluster, sharing=1, slices=0)
+        plan = GatedPlan.of(rows, gate_up, down, None, clusters, cluster, slices=0)
         if _words(plan.gate_up) + _words(plan.down) <= MOST_WORDS:
             return clusters, cluster
     return None
@@ -39,9 +39,27 @@ def _words(plan: Plan) -> int:
 class GatePlan(Plan):
     """A block's part of the first product. Its weights, and the norm's, go straight into registers."""
 
+    # All warps' sums of a number lie side by side: [strip, token, row][warp], then the squares [token][warp].
     @property
-    def norm_bytes(self) -> int:
-        return 0
+    def number_bytes(self) -> int:
+        """With so many between, eight lanes' pieces of 16 bytes fall into different banks."""
+        return 48 if self.schedule.warps > 4 else 16
+
+    @property
+    def squares_start(self) -> int:
+        return self.schedule.strips * self.rows * STRIP * self.number_bytes
+
+    @property
+    def squares_bytes(self) -> int:
+        return 4
+
+    @property
+    def norm_start(self) -> int:
+        return self.squares_start + self.rows * self.number_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.norm_start + self.schedule.warps * self.norm_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +93,13 @@ class Barriers(NamedTuple):
 class GatedPlan:
     """`gate_up` is a block's part of the first product, of all inputs.
 
-    `slices` of what came before, or 0, are added by `sharing` blocks together, one or a cluster's.
+    `slices` of what came before, or 0, are added by a cluster's blocks together.
     """
 
     gate_up: GatePlan
     down: DownPlan
     clusters: int
     cluster: int
-    sharing: int
     slices: int
 
     @classmethod
@@ -94,7 +111,6 @@ class GatedPlan:
         norm_eps: float | None,
         clusters: int,
         cluster: int,
-        sharing: int,
         slices: int,
     ) -> "GatedPlan":
         """For weights that `refusal` does not refuse."""
@@ -105,9 +121,7 @@ class GatedPlan:
         each = -(-(outputs // STRIP // cluster) // warps)
         second = Plan.of(rows, down, Schedule(warps, 1, each, 0, once=True))
         tiles = hidden // COLUMNS // clusters
-        return cls(
-            GatePlan(**vars(first)), DownPlan(**vars(second), tiles_each=tiles), clusters, cluster, sharing, slices
-        )
+        return cls(GatePlan(**vars(first)), DownPlan(**vars(second), tiles_each=tiles), clusters, cluster, slices)
 
     @staticmethod
     def refusal(rows: int, gate_up: Packed, down: Packed, clusters: int, cluster: int) -> str | None:
@@ -127,9 +141,9 @@ class GatedPlan:
         if gates != 2 * hidden or gates % (2 * STRIP * clusters * cluster) or hidden % unit:
             return f"{clusters} clusters of {cluster} blocks do not share {hidden} hidden features evenly"
         strips = outputs // STRIP // cluster
-        if outputs % (STRIP * cluster) or strips % min(strips, warps):
+        if cluster < 2 or outputs % (STRIP * cluster) or strips % min(strips, warps):
             return f"{cluster} blocks of {warps} warps do not share {outputs} results evenly"
-        return SumPlan.refusal(inputs, 1, warps) or SumPlan.refusal(inputs, cluster, warps)
+        return SumPlan.refusal(inputs, cluster, warps)
 
     @property
     def rows(self) -> int:
@@ -158,6 +172,16 @@ class GatedPlan:
         return self.gate_up.schedule.strips
 
     @property
+    def send_shares(self) -> int:
+        """Threads that add up the same feature, and send it to different blocks."""
+        return max(1, self.cluster // 4)
+
+    @property
+    def send_tasks(self) -> int:
+        """Threads that add up features."""
+        return self.rows * self.strips // 2 * STRIP * self.send_shares
+
+    @property
     def down_strips(self) -> int:
         """Of a block's second product."""
         return self.down.strips // self.cluster
@@ -179,8 +203,21 @@ class GatedPlan:
         return warp * Planes.bytes_of(self.gate_up) + (self.hidden.start + self.rows * row_bytes(self.features))
 
     @property
+    def later_bytes(self) -> int:
+        """A warp's words of the second product."""
+        return self.down.schedule.strips * self.down.warp_tiles * PIECE_BYTES
+
+    @property
+    def later_start(self) -> int:
+        return self.planes_of(self.warps)
+
+    @property
+    def fetched_start(self) -> int:
+        return self.later_start + self.warps * self.later_bytes
+
+    @property
     def barriers(self) -> "Barriers":
-        start = self.planes_of(self.warps)
+        start = self.fetched_start + (self.warps * self.sum.fetched_bytes if self.slices else 0)
         return Barriers(*range(start, start + 8 * len(Barriers._fields), 8))
 
     @property
@@ -189,5 +226,6 @@ class GatedPlan:
 
     @property
     def sum(self) -> SumPlan:
-        shape = (self.rows, self.gate_up.in_features, self.slices, self.sharing, self.warps)
-        return SumPlan(*shape, start=self.sum_start, barrier=self.barriers.sum)
+        shape = (self.rows, self.gate_up.in_features, self.slices, self.cluster, self.warps)
+        plan = SumPlan(*shape, start=self.sum_start, barrier=0, fetched=self.fetched_start)
+        return dataclasses.replace(plan, barrier=self.fetched_start + self.warps * plan.fetched_bytes)

@@ -61,7 +61,7 @@ def gated_slices(
     shape = gated_plan.shape_for(rows, gate_up, down)
     if shape is not None:
         before = None if before is None else before.astype(jnp.float32)  # as the kernel reads it
-        options = {"clusters": shape[0], "cluster": shape[1], "sharing": shape[1], "norm_eps": norm_eps}
+        options = {"clusters": shape[0], "cluster": shape[1], "norm_eps": norm_eps}
         slices, y = gated_once.gated_mlp(flat, before, gate_up, down, norm, ahead, **options)
         return slices.reshape(-1, *x.shape[:-1], slices.shape[-1]), y.reshape(x.shape)
     schedules = wide_tuning.gated_schedules(rows, gate_up, down, jax.devices()[0].device_kind)

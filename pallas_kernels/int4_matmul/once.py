@@ -12,7 +12,6 @@ from pallas_kernels.int4_matmul.cluster_sum import Addend, ClusterSum
 from pallas_kernels.int4_matmul.operands import Halves, Tokens
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
-from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.int4_matmul.row import Row
 from pallas_kernels.int4_matmul.shared_rows import tokens_in
 from pallas_kernels.int4_matmul.stream import Places, Stream
@@ -47,7 +46,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any, addend: 
     residuals = [residual_of(w, plan, a, result) for result in results]
     w.warp_barrier()  # without it, ptxas would move these loads behind the wait for the weights
     if plan.norm_bytes:
-        fetch_norm(w, plan, a, stream)
+        fetch_norm(w, plan, a.norm, stream.first_tile)
     stream.fill()
     # x is there before the weights are: what is to be done to it is done while they are waited for.
     if addend is not None:
@@ -103,7 +102,7 @@ def norm_of_warp(w: Any, plan: Plan) -> Any:
 
 
 def read_all(
-    w: Any, plan: Plan, a: Arguments, x: Halves | Planes, strips: Sequence[Places]
+    w: Any, plan: Plan, a: Arguments, x: Halves, strips: Sequence[Places]
 ) -> list[tuple[list[Any], list[Factors]]]:
     """Each strip's words by tile, and factors by segment, once they are in shared memory."""
     read = []
@@ -113,9 +112,9 @@ def read_all(
     return read
 
 
-def fetch_norm(w: Any, plan: Plan, a: Arguments, stream: Stream) -> None:
-    """Starts copies of the norm's weights of the warp's inputs."""
-    first, place = stream.first_tile * (4 * COLUMNS) + w.lane * 16, norm_of_warp(w, plan) + w.lane * 16
+def fetch_norm(w: Any, plan: Plan, norm: Any, first_tile: Any) -> None:
+    """Starts copies of the norm's weights of the warp's inputs, a group."""
+    first, place = first_tile * (4 * COLUMNS) + w.lane * 16, norm_of_warp(w, plan) + w.lane * 16
     for start in range(0, plan.norm_bytes, PIECE_BYTES):
-        w.copy_async(place, a.norm, first, w.lane < 32, to=start, source=start)
+        w.copy_async(place, norm, first, w.lane < 32, to=start, source=start)
     w.copy_commit()

@@ -47,16 +47,6 @@ class Row:
         self._norm = [w.as_number(word) for i in (0, 16) for word in w.shared_words(start, i)]
 
     @staticmethod
-    def norm_of(w: Any, plan: Plan, norm: Any, first_tile: Any) -> list[Any]:
-        """Loads the norm's weights of this lane's inputs."""
-        column = first_tile * COLUMNS + w.lane % (plan.warp_columns // EIGHT) * EIGHT
-        return [number for i in (0, 4) for number in w.load_four(norm, column, None, i)]
-
-    def take_norm(self, weights: list[Any]) -> None:
-        """In place of `read_norm`: what `norm_of` has loaded."""
-        self._norm = weights
-
-    @staticmethod
     def serves(plan: Plan) -> bool:
         return plan.rows == 1 and (plan.warp_columns <= ROUND or not plan.norm_bytes)
 

@@ -35,7 +35,7 @@ class SharedRow(Row):
 
     def _read(self, x: Rows, column: Any, inside: Any) -> Sequence[Any]:
         del inside  # rows are whole here
-        return x.read(self.w, self.w.integer(self._row), column, 0, 4)
+        return x.read(self.w, self.w.integer(0), column, 0, 4)
 
 
 class SharedTokens(Tokens):

@@ -10,11 +10,10 @@ from pallas_kernels.int4_matmul.operands import Digits, Halves, Sums, bias_of
 from pallas_kernels.int4_matmul.packing import STRIP, Kind
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
-from pallas_kernels.int4_matmul.planes import Planes
 from pallas_kernels.int4_matmul.scaled import Scaled
 from pallas_kernels.int4_matmul.stream import Places, Weights
 
-type Operand = Halves | Digits | Scaled | Columns | Planes
+type Operand = Halves | Digits | Scaled | Columns
 type Factors = tuple[Sequence[Any], Sequence[Any] | None]
 """Scale and bias, of this lane's two rows."""
 
