@@ -10,8 +10,9 @@ the residual stream to its share of the o product:
     merge                         every block gets all blocks' sums, and so all of the cluster's heads
     o product                     a block an eighth of the outputs, over the cluster's heads: a slice of the result
 
-All weights and keys are asked for at the start. Blocks send through `st.async`, whose bytes the receiver's barrier
-counts; all sums are in a fixed order. What reads the residual stream next adds the slices, one of each KV head.
+Slices and all weights are asked for at the start, in this order, and keys when x is there. Blocks send through
+`st.async`, whose bytes the receiver's barrier counts; all sums are in a fixed order. What reads the residual stream
+next adds the slices, one of each KV head.
 """
 
 import dataclasses
