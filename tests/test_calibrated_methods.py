@@ -189,10 +189,9 @@ def test_int8_on_the_same_scales() -> None:
     np.testing.assert_array_equal(found.scales, plain.scales)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_int8_in_groups(symmetric: bool) -> None:
+def test_int8_in_groups() -> None:
     """GPTQ on the grid of clipped rounding: no output errs more than there, all together clearly less."""
-    kind = {"bits": 8, "group_size": GROUP, "symmetric": symmetric}
+    kind = {"bits": 8, "group_size": GROUP, "symmetric": True}
     found, start = (
         method(jnp.asarray(WEIGHT), jnp.asarray(MOMENTS), **kind) for method in (compensated_rounding, clip_and_round)
     )
