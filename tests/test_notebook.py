@@ -60,14 +60,16 @@ def small_model(tmp_path: pathlib.Path) -> Model:
 
 
 def test_faster_runs(small_model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells in this process, on a small model in place of the real one."""
-    monkeypatch.setattr(jaxinfer, "load", lambda name: small_model)
+    """Its cells in this process, on a small model in place of the real one; the trained pair is itself."""
+    monkeypatch.chdir(FOLDER)
+    monkeypatch.setattr(jaxinfer, "load", lambda name: small_model if isinstance(name, str) else load(name))
     names: dict[str, object] = {}
     for cell in nbformat.read(FOLDER / "02_faster.ipynb", as_version=4).cells:
         if cell.cell_type == "code":
             exec(compile(cell.source, "02_faster.ipynb", "exec"), names)
     printed = capsys.readouterr().out
     assert "2 of 2 outputs are those without a draft" in printed
+    assert "the text of the pair is the same" in printed
     assert re.search(r"^  \d accepted +\d+% #+$", printed, re.MULTILINE), "the histogram of the report"
     assert re.search(r"^speculation +accepted by position", printed, re.MULTILINE), "the engine's metrics"
     before, after = map(float, re.findall(r"([\d.]+) MB on the device, ([\d.]+) MB", printed)[0])
