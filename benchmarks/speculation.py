@@ -182,7 +182,7 @@ def text(recorder: Recorder, options: argparse.Namespace) -> None:
     model = ji.load(options.model, dtype=options.dtype)
     params = ji.SamplingParams(max_tokens=options.output, temperature=0.0)
     runs = [ji.Speculation(draft, policy=FixedLength()) for draft in drafts_of(model, options.k)]
-    for task, texts in TASKS.items():
+    for task, texts in ((task, TASKS[task]) for task in options.tasks):
         assert model.tokenizer is not None
         chats = [model.tokenizer.apply_chat_template([{"role": "user", "content": one}]) for one in texts]
         for ids in ([chat] for chat in chats) if options.single else [chats]:
@@ -289,6 +289,7 @@ def main() -> None:
     synthetic.set_defaults(quantize=None, head=None)
     real = commands.add_parser("text")
     real.add_argument("--single", action="store_true", help="each prompt in a batch of its own")
+    real.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     rules = commands.add_parser("lossy")
     long = commands.add_parser("greedy")
     for command in (real, rules, long):
