@@ -104,19 +104,6 @@ class Int4Warp(CodeWords):
         """Two float32, rounded to float16, in a word."""
         return self._word("cvt.rn.f16x2.f32 $0, $2, $1;", low, high)
 
-    def byte_pairs(self, word: Value, kind: str) -> Words:
-        """Four bytes, "e4m3", "e5m2" or signed ("s8") -> two words of two float16 each, in order."""
-        if kind == "s8":
-            ptx = (
-                "{ .reg .b32 codes, middle; xor.b32 codes, $2, 0x80808080; mov.b32 middle, 0x64806480; "
-                "prmt.b32 $0, codes, 0x64646464, 0x4140; prmt.b32 $1, codes, 0x64646464, 0x4342; "
-                "sub.rn.f16x2 $0, $0, middle; sub.rn.f16x2 $1, $1, middle; }"
-            )
-        else:
-            halves = "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
-            ptx = f"{halves} cvt.rn.f16x2.{kind}x2 $0, low; cvt.rn.f16x2.{kind}x2 $1, high; }}"
-        return tuple(Value(v) for v in mgpu_utils.inline_ptx(ptx, word.ir, result_types=[_int(32)] * 2))
-
     # x as three bytes, and codes as bytes
     def code_bytes(self, word: Value) -> Words:
         """Eight codes -> two words of four bytes."""
