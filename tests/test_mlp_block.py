@@ -135,6 +135,14 @@ def test_small_blocks_of_few_rows_are_one_kernel(rows: int, hidden: int, inputs:
     assert refusal == (None if expected else "it is for 9 rows and more")
 
 
+def test_clusters_whose_threads_would_leave_a_block_out_are_refused() -> None:
+    """Of three blocks, or of ten, the last would wait for features that nobody sends."""
+    refusals = {cluster: GatedPlan.refusal(1, *shapes(1920, 512), 1, cluster) for cluster in (2, 3, 4, 8, 10)}
+    assert {cluster for cluster, refusal in refusals.items() if refusal} >= {3, 10}
+    for cluster in (3, 10):
+        assert "they send to evenly" in (refusals[cluster] or "")
+
+
 def test_block_and_the_product_behind_it_lower_for_cuda() -> None:
     gate_up, down = shapes(3072, 1024)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")

@@ -36,6 +36,11 @@ def _words(plan: Plan) -> int:
     return plan.schedule.strips * (4 * plan.warp_tiles + factors * plan.segments)
 
 
+def _shares_of(cluster: int) -> int:
+    """Two threads send a pair of features, each to as many blocks of its share as the other."""
+    return max(1, cluster // 4)
+
+
 class GatePlan(Plan):
     """A block's part of the first product. Its weights, and the norm's, go straight into registers."""
 
@@ -140,8 +145,10 @@ class GatedPlan:
         unit = max(COLUMNS, down.group_size) * clusters
         if gates != 2 * hidden or gates % (2 * STRIP * clusters * cluster) or hidden % unit:
             return f"{clusters} clusters of {cluster} blocks do not share {hidden} hidden features evenly"
+        if cluster % (2 * _shares_of(cluster)):
+            return f"threads share the blocks they send to evenly, not {cluster} of them"
         strips = outputs // STRIP // cluster
-        if cluster < 2 or outputs % (STRIP * cluster) or strips % min(strips, warps):
+        if outputs % (STRIP * cluster) or strips % min(strips, warps):
             return f"{cluster} blocks of {warps} warps do not share {outputs} results evenly"
         return SumPlan.refusal(inputs, cluster, warps)
 
@@ -174,7 +181,7 @@ class GatedPlan:
     @property
     def send_shares(self) -> int:
         """Threads that add up the same feature, and send it to different blocks."""
-        return max(1, self.cluster // 4)
+        return _shares_of(self.cluster)
 
     @property
     def send_tasks(self) -> int:
