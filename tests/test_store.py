@@ -16,6 +16,8 @@ from typing import Any
 
 import families
 import gguf_conversion
+import gguf_files
+import gguf_models
 import jax
 import jax.numpy as jnp
 import markov
@@ -157,15 +159,22 @@ def test_orbax_restores_it(mixed: pathlib.Path) -> None:
     assert np.asarray(arrays["qkv.parts.1.codes"]).tobytes() == np.asarray(expected.qkv.parts[1].codes).tobytes()
 
 
-@pytest.mark.parametrize("kind", ["gptq act-order", "awq gemm", "gptq 8 bits", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gptq act-order", "awq gemm", "gptq 8 bits", "fp8 blocks", "fp8 e5m2 powers of two", "nvfp4", "nvfp4 modelopt",
+        "mxfp4", "nf4",
+    ],
+)  # fmt: skip
 def test_codes_of_checkpoints_stay_as_they_are(kind: str, tmp_path: pathlib.Path) -> None:
     case = quantized_checkpoints.make(kind, tmp_path)
     out = create(case.quantized, tmp_path / "store")
     expected, actual = (load(path, dtype="bfloat16", packed=True, progress=False) for path in (case.quantized, out))
     assert same(actual.params, expected.params)
     found = actual.params.layers[0].o
-    kinds = {"gptq act-order": PermutedInputs, "gptq 8 bits": PackedInt8, "fp8 blocks": BlockCodes}
-    assert isinstance(found, kinds.get(kind, PackedInt4))
+    kinds = {"gptq act-order": PermutedInputs, "gptq 8 bits": PackedInt8}
+    assert isinstance(found, BlockCodes if kind.startswith("fp8") else kinds.get(kind, PackedInt4))
+    assert getattr(found, "book", None) is not None or ("fp4" not in kind and kind != "nf4")
     decoded, dense = (load(path, dtype="float32", packed=False, progress=False) for path in (out, case.quantized))
     assert same(decoded.params.layers, dense.params.layers)
 
@@ -198,6 +207,25 @@ def test_i9_a_gguf_file_is_stored_as_it_is_loaded(tmp_path: pathlib.Path) -> Non
     out = create(source, tmp_path / "store", dtype="float32")
     expected, actual = (load(path, dtype="float32", progress=False) for path in (source, out))
     assert same(actual.params, expected.params) and actual.config == expected.config
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS"])
+def test_code_books_of_a_gguf_file_stay_as_they_are(kind: str, tmp_path: pathlib.Path) -> None:
+    """IQ4_XS has blocks of 256 codes: no smaller model has them."""
+    model = gguf_models.gguf_model(
+        "llama", layers=1, hidden=256, ff=256, heads=2, kv_heads=1, context=64, vocab=64, output=True,
+        rope__dimension_count=128,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: np.ones(info.shape, np.float32) if len(info.shape) == 1 else gguf_files.packed(rng, kind, *info.shape)
+        for name, info in model.tensors.items()
+    }
+    source = gguf_files.write(tmp_path / "m.gguf", model.metadata, tensors)
+    out = create(source, tmp_path / "store")
+    expected, actual = (load(path, dtype="bfloat16", packed=True, progress=False) for path in (source, out))
+    assert actual.params.layers[0].down.book is not None
+    assert same(actual.params, expected.params)
 
 
 def test_i1_a_tied_head_that_was_quantised_is_one_of_its_own(tmp_path: pathlib.Path) -> None:

@@ -141,5 +141,5 @@ def _read(path: pathlib.Path, target: memoryview, start: int, is_checked: bool) 
 
 
 def _zarr_dtype(dtype: np.dtype) -> str:
-    """As zarr writes it: `<f4`, `|u1`, and by name what NumPy has no letter for."""
-    return dtype.name if dtype.kind == "V" else dtype.str
+    """As zarr writes it: `<f4`, `|u1`, and by name what is not NumPy's own (e5m2 too, which says that it is `<f1`)."""
+    return dtype.str if dtype.isbuiltin == 1 else dtype.name

@@ -219,7 +219,8 @@ def _check_packed(weight: Packed, version: int, where: str) -> None:
 
 
 def canonical_like(weight: Packed) -> Packed:
-    """The abstract canonical weight of the same shape and kind."""
+    """The abstract canonical weight of the same shape and kind; of a code book too the shape alone, to be hashed."""
+    weight = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), weight)
     out, inputs = weight.shape
     groups = (out, weight.num_groups)
     return dataclasses.replace(
