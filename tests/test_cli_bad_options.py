@@ -73,6 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
             "--budget int4 has weights in int4 g64 rtn, which is not among",
         ),
         ("sensitivity {model} --plan {out}/none/best.toml", "none/best.toml: there is no folder"),
+        ("sensitivity {model} --plan {out}/mine.toml", "mine.toml exists already; remove it, or write to another path"),
         ("sensitivity {model} --heat-map {out}", "is a folder; name a file"),
         ("sensitivity {model} --heat-map {out}/map.bmpx", "map.bmpx: no picture format .bmpx; there are "),
         ("bench {model} --timeline {out}/none/t.png", "none/t.png: there is no folder"),
@@ -115,6 +116,7 @@ def test_bad_options(
     capsys: pytest.CaptureFixture[str], folder: str, tmp_path: pathlib.Path, line: str, expected: str
 ) -> None:
     (tmp_path / "text.txt").write_text("A|BC|DEF")
+    (tmp_path / "mine.toml").write_text("# by hand")
     (tmp_path / "latin1").write_bytes(b"\xe9A")
     (tmp_path / "deep").write_text("[" * 100_000)
     gguf_files.write(tmp_path / "parrot.gguf", {"general.architecture": "parrot"}, {"w": np.zeros(32, np.float32)})

@@ -362,6 +362,7 @@ def test_sensitivity_command(
     assert "all int8" in shown
     quantised = ji.load(folder, quantize=path, progress=False)
     assert np.isfinite(np.asarray(ji.logits(quantised, [[1, 2, 3]]))).all()
+    path.unlink()
     json_arguments = ["--json", "--heat-map", str(tmp_path / "map.png"), "--method", "gptq"]
     assert jaxinfer.cli.main([*arguments, folder, *json_arguments]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -370,6 +371,7 @@ def test_sensitivity_command(
     methods = {(rule["bits"], rule["method"]) for rule in facts["plan"]["rules"]}
     assert (4, "gptq") in methods and methods <= {(4, "gptq"), (8, "rtn"), (16, "rtn")}
     assert "gptq" in path.read_text()
+    path.unlink()
     measured.clear()
     capsys.readouterr()
     (tmp_path / "wrong.toml").write_text('[[rules]]\nweights = "nope"\n')

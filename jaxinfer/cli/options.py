@@ -68,15 +68,17 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {given}" + (f"; did you mean {close[0]}?" if close else "")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL and --dtype, as `jaxinfer.load` takes them."""
+def add_model(
+    parser: argparse.ArgumentParser, dtype: str = "of the weights; default bfloat16 on a GPU, float32 on a CPU"
+) -> None:
+    """MODEL and --dtype, as `jaxinfer.load` takes them; `dtype` is what help says of the latter."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="a model folder, a .gguf file, a store, owner/name on the Hugging Face Hub, or a short name that "
         "`jaxinfer pull` knows",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--dtype", choices=DTYPES, help=dtype)
 
 
 def add_loading(parser: argparse.ArgumentParser, *, tiered: bool = False) -> None:

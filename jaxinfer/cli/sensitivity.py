@@ -1,6 +1,7 @@
 """`jaxinfer sensitivity MODEL`: what each weight's precision costs, and the plan of least loss in a given room."""
 
 import argparse
+import pathlib
 import re
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ def run(options: argparse.Namespace) -> int:
     if options.plan is not None and not options.plan.endswith(".toml"):
         raise ValueError(f"--plan {options.plan}: --quantize takes plans for files that end in .toml; name it so")
     check_output("--plan", options.plan)
+    if options.plan is not None and pathlib.Path(options.plan).exists():
+        raise ValueError(f"--plan {options.plan} exists already; remove it, or write to another path")
     check_picture("--heat-map", options.heat_map)
     budget = read_budget(options.budget, "--budget ")
     if isinstance(budget, Plan):

@@ -5,10 +5,12 @@ import argparse
 from jaxinfer.cli.options import add_model, file_name
 from jaxinfer.quantization.plan import PRESETS
 
+_WRITTEN = "of what is not packed, also of codes that are decoded; default bfloat16, of a store its own"
+
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """MODEL, the plan, the store to write, and what calibrated methods look at."""
-    add_model(parser)
+    add_model(parser, _WRITTEN)
     parser.add_argument(
         "--plan",
         required=True,
@@ -58,7 +60,7 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
     """MODEL, the folder to write, and its format."""
-    add_model(parser)
+    add_model(parser, _WRITTEN)
     parser.add_argument("out", type=file_name, metavar="OUT", help="the folder to write, which must not exist")
     parser.add_argument(
         "--format",
