@@ -16,6 +16,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats.codes import QuantizedTensor
+from checkpoints.formats.fp8 import FLOAT8_DTYPES
 from checkpoints.quantized_config import ORIGINAL, Announcement, find_announcement
 from checkpoints.quantized_recipes import RECIPES, Context, Opened
 from checkpoints.safetensors import SafetensorsFolder, read_json
@@ -169,7 +170,7 @@ class QuantizedFolder:
                 continue
             missing = [part for part in recipe.required if part not in parts]
             if missing and recipe.anchor == "weight":
-                continue  # float8 or int8 without a scale: plain numbers
+                continue  # no scale: a plain tensor, if not of float8
             if missing:
                 raise CheckpointError(
                     f"{weight_name}: has {anchor.name} but no {' and no '.join(missing)}, which {recipe.name} needs; "
@@ -181,6 +182,12 @@ class QuantizedFolder:
             info = TensorInfo(weight_name, opened.shape, recipe.name, sum(part.nbytes for part in infos.values()))
             names = {part: part_info.name for part, part_info in infos.items()}
             return _Weight(info, names, opened), [part for part in recipe.ignored if part in parts]
+        plain = parts.get("weight")
+        if plain is not None and plain.dtype in FLOAT8_DTYPES:
+            raise CheckpointError(
+                f"{weight_name}: is {plain.dtype} and has no weight_scale and no weight_scale_inv, without which its "
+                "codes are no weights; files are incomplete: download all of them again from one place"
+            )
         return None
 
     def _disagreements(self) -> Sequence[str]:

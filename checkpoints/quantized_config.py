@@ -31,6 +31,8 @@ _COMPRESSED_FORMATS = (
     "nvfp4-pack-quantized",
     "pack-quantized",
 )
+_SCATTERED_ORDERS = ("group", "dynamic", "true")
+"""Values of compressed-tensors' actorder; "weight" and "static" leave the inputs of a group side by side."""
 _MODELOPT_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 
 _show = reprlib.Repr(maxstring=80, maxother=80, maxlist=4, maxdict=4, maxlevel=2).repr
@@ -38,12 +40,16 @@ _show = reprlib.Repr(maxstring=80, maxother=80, maxlist=4, maxdict=4, maxlevel=2
 
 @dataclasses.dataclass(frozen=True)
 class WeightSettings:
-    """What the configuration says of one weight; None is nothing. `group_size` -1 is one group for all inputs."""
+    """What the configuration says of one weight; None is nothing. `group_size` -1 is one group for all inputs.
+
+    `scattered`: the inputs of a group do not lie side by side, so that only a tensor can tell which group one is of.
+    """
 
     bits: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
     block: tuple[int, int] | None = None
+    scattered: bool = False
 
 
 class Announcement:
@@ -71,13 +77,19 @@ class Announcement:
                 return self._compressed_weight(module)
             case "gptq" if self._settings.get("dynamic"):
                 # Overrides by pattern: their bits and groups are read off the shapes instead.
-                return WeightSettings(symmetric=self._flag("sym"))
+                return WeightSettings(symmetric=self._flag("sym"), scattered=self._act_order)
             case "awq" | "gptq":
                 key = "group_size" if "group_size" in self._settings else "q_group_size"
-                return WeightSettings(self._integer("bits"), self._integer(key), self._flag("sym"))
+                bits, group_size = self._integer("bits"), self._integer(key)
+                return WeightSettings(bits, group_size, self._flag("sym"), scattered=self._act_order)
             case "fp8":
                 return WeightSettings(block=self._block(self._settings.get("weight_block_size")))
         return WeightSettings()
+
+    @property
+    def _act_order(self) -> bool:
+        """Whether GPTQ's groups are of inputs in order of activation; static ones are of those that are neighbours."""
+        return self._flag("desc_act") is True and self._flag("static_groups") is not True
 
     @property
     def gptq_version(self) -> Literal[1, 2]:
@@ -159,7 +171,9 @@ class Announcement:
             return WeightSettings(
                 bits=self._integer("num_bits", weights),
                 group_size=self._integer("group_size", weights) if grouped else None,
+                symmetric=weights.get("symmetric") is not False,
                 block=self._block(weights.get("block_structure")),
+                scattered=str(weights.get("actorder")).lower() in _SCATTERED_ORDERS,
             )
         return WeightSettings()
 

@@ -70,6 +70,15 @@ class Recipe:
     ignored: tuple[str, ...] = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale")
 
 
+def _need(part: str, infos: Infos, context: Context, said: str) -> None:
+    """Raises CheckpointError where a part is not there that the weight needs by what the configuration says of it."""
+    if part not in infos:
+        raise CheckpointError(
+            f"{context.where}: has no {part}, which it needs as quantization_config says {said}; "
+            "files are incomplete: download all of them again from one place"
+        )
+
+
 def _awq_or_gptq(infos: Infos, context: Context) -> Opened:
     where, settings, announcement = context.where, context.settings, context.announcement
     bits, group = settings.bits, settings.group_size
@@ -87,6 +96,8 @@ def _awq_or_gptq(infos: Infos, context: Context) -> Opened:
         return Opened(shape, found, lambda parts: awq.decode(parts, group, where))
     version = 1 if announcement is None else announcement.gptq_version
     shape = gptq.shape(infos, bits, group, where)
+    if settings.scattered and infos["scales"].shape[0] > 1:
+        _need("g_idx", infos, context, "desc_act is true")
     return Opened(
         shape,
         4 if infos["qweight"].shape[0] * 32 <= 4 * shape[1] else 8,
@@ -95,17 +106,32 @@ def _awq_or_gptq(infos: Infos, context: Context) -> Opened:
 
 
 def _packed_integers(infos: Infos, context: Context) -> Opened:
-    where, bits, group = context.where, context.settings.bits, context.settings.group_size
+    where, settings = context.where, context.settings
+    bits, group = settings.bits, settings.group_size
     stated = context.read_small(infos["weight_shape"])
     shape = compressed_tensors.packed_shape(infos, stated, bits, group, where)
+    if settings.symmetric is False:
+        _need("weight_zero_point", infos, context, "symmetric is false")
+    if settings.scattered and _has_groups(infos):
+        _need("weight_g_idx", infos, context, "actorder is by group")
     width = compressed_tensors.field_bits(infos["weight_packed"].shape[1], shape[1], bits, where)
     decode = compressed_tensors.decode_packed
     return Opened(shape, 4 if width <= 4 else 8, lambda parts: decode(parts, bits, group, where))
 
 
+def _has_groups(infos: Infos) -> bool:
+    """Whether compressed-tensors' weight has more than one scale for an output."""
+    return infos["weight_scale"].shape[1:] not in ((), (1,))
+
+
 def _int8(infos: Infos, context: Context) -> Opened:
-    where, bits, group = context.where, context.settings.bits, context.settings.group_size
+    where, settings = context.where, context.settings
+    bits, group = settings.bits, settings.group_size
     shape, decode = compressed_tensors.int8_shape(infos, group, where), compressed_tensors.decode_int8
+    if settings.symmetric is False:
+        _need("weight_zero_point", infos, context, "symmetric is false")
+    if settings.scattered and _has_groups(infos):
+        raise CheckpointError(f"{where}: int-quantized with actorder by group is not supported; {ORIGINAL}")
     return Opened(shape, 4 if bits is not None and bits <= 4 else 8, lambda parts: decode(parts, bits, group, where))
 
 

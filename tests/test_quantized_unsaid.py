@@ -1,0 +1,83 @@
+"""Quantised folders that do not say all that their codes need: refused, for a guess would load as another model."""
+
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import quantized_checkpoints as checkpoints_of
+from quantized_checkpoints import FORMATS, GPTQ, INT4, compressed
+
+from checkpoints.errors import CheckpointError
+from checkpoints.quantized import open_folder
+
+UP = "model.layers.0.mlp.up_proj."
+INT8 = {"num_bits": 8, "type": "int"}
+PER_OUTPUT = compressed("int-quantized", **INT8, strategy="channel", symmetric=False)
+GROUPED_INT8 = compressed("int-quantized", **INT8, strategy="group", group_size=32, actorder="group")
+
+
+def write(name: str, folder: pathlib.Path, announced: dict[str, Any] | None, without: str | None) -> pathlib.Path:
+    """The up projection of a format's checkpoint in a folder of its own, with another configuration, less a part."""
+    case = checkpoints_of.make(name, folder)
+    tensors = {key: array for key, array in case.tensors.items() if key.startswith(UP) and key != f"{UP}{without}"}
+    return case.rewrite(tensors, {} if announced is None else {"quantization_config": announced})
+
+
+MISSING: dict[str, tuple[str, dict[str, Any] | None, str | None, str]] = {
+    "act-order": ("gptq act-order", GPTQ | {"desc_act": True}, "g_idx", "no g_idx, .* desc_act is true"),
+    "zeros, 4 bits": (
+        "packed int4 asymmetric", compressed("pack-quantized", **INT4, symmetric=False), "weight_zero_point",
+        "no weight_zero_point, .* symmetric is false",
+    ),
+    "zeros, 8 bits": (
+        "packed int8 asymmetric", compressed("pack-quantized", **INT4 | {"num_bits": 8}, symmetric=False),
+        "weight_zero_point", "no weight_zero_point, .* symmetric is false",
+    ),
+    "zeros, int8": ("int8", PER_OUTPUT, None, "no weight_zero_point, .* symmetric is false"),
+    "order": (
+        "packed int4 order", compressed("pack-quantized", **INT4, actorder="group"), "weight_g_idx",
+        "no weight_g_idx, .* actorder is by group",
+    ),
+    "float8 blocks": ("fp8 blocks", FORMATS["fp8 blocks"][1], "weight_scale_inv", "is F8_E4M3 and has no weight_scale"),
+    "float8 channel": ("fp8 channel", FORMATS["fp8 channel"][1], "weight_scale", "is F8_E4M3 and has no weight_scale"),
+    "float8 excepted": (
+        "fp8 blocks", {"quant_method": "fp8", "ignored_layers": ["up_proj"]}, "weight_scale_inv", "is F8_E4M3 and has",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_part_that_the_configuration_calls_for_is_named(case: str, tmp_path: pathlib.Path) -> None:
+    name, announced, without, message = MISSING[case]
+    pattern = rf"^{re.escape(UP)}weight: .*{message}.*; files are incomplete: download all of them again"
+    with pytest.raises(CheckpointError, match=pattern):
+        open_folder(write(name, tmp_path, announced, without))
+
+
+def test_integers_of_eight_bits_in_groups_by_activation_are_not_supported(tmp_path: pathlib.Path) -> None:
+    folder = write("int8", tmp_path, GROUPED_INT8, None)
+    weight = np.zeros((128, 64), np.int8)
+    checkpoints_of.save(
+        folder / "model.safetensors", {UP + "weight": weight, UP + "weight_scale": np.ones((128, 2), np.float32)}
+    )
+    with pytest.raises(CheckpointError, match="int-quantized with actorder by group is not supported; use"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "announced"),
+    [
+        ("gptq", GPTQ | {"desc_act": True, "static_groups": True}),
+        ("packed int4", compressed("pack-quantized", **INT4, symmetric=True, actorder="weight")),
+        ("packed int4 channel", compressed("pack-quantized", num_bits=4, strategy="channel", actorder="group")),
+    ],
+)
+def test_orders_that_leave_groups_side_by_side_need_no_index(
+    name: str, announced: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    """Static groups, the order of compressed-tensors' weights, and one group for all inputs."""
+    folder = open_folder(write(name, tmp_path, announced, "g_idx"))
+    values = checkpoints_of.make(name, tmp_path / "whole").values[UP + "weight"]
+    np.testing.assert_array_equal(folder.read(UP + "weight"), values)
