@@ -38,7 +38,7 @@ from jaxinfer.quantization.plan import Plan, Precision, Rule
 from jaxinfer.store import checksums, layouts, reader
 from jaxinfer.store.create import create, model_pieces, save
 from jaxinfer.store.export import export
-from jaxinfer.store.manifest import MANIFEST
+from jaxinfer.store.manifest import MANIFEST, own_checksum, read_manifest
 from jaxinfer.store.unfinished import written_whole
 from jaxinfer.store.writer import StoreWriter, add_quality
 from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
@@ -350,7 +350,7 @@ def test_an_older_layout_is_repacked_by_what_undid_it(
 
 def test_a_layout_of_the_future_is_refused(copy: pathlib.Path) -> None:
     text = (copy / MANIFEST).read_text()
-    (copy / MANIFEST).write_text(text.replace('"layout_version": 1', '"layout_version": 7'))
+    write_signed(copy / MANIFEST, json.loads(text.replace('"layout_version": 1', '"layout_version": 7')))
     with pytest.raises(CheckpointError, match="version 7 of the canonical layout, which this version"):
         load(copy, progress=False)
 
@@ -462,21 +462,29 @@ def test_what_somebody_else_calls_unfinished_is_left_alone(tmp_path: pathlib.Pat
 # --- Damaged and hostile stores
 
 
+def write_signed(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """A manifest of somebody who computes its checksum too."""
+    path.write_text(json.dumps(content | {"checksum": own_checksum(content)}))
+
+
 def edit(path: pathlib.Path, *keys: Any, value: Any) -> None:
-    """Changes one value of a JSON file."""
+    """Changes one value of a JSON file; a manifest's checksum fits."""
     content = json.loads(path.read_text())
     target = content
     for key in keys[:-1]:
         target = target[key]
     target[keys[-1]] = value
-    path.write_text(json.dumps(content))
+    if path.name == MANIFEST:
+        write_signed(path, content)
+    else:
+        path.write_text(json.dumps(content))
 
 
 def without_checksums(store: pathlib.Path) -> None:
     """As they were written before there were any: other checks are all there is."""
     content = json.loads((store / MANIFEST).read_text())
-    del content["checksums"]
-    (store / MANIFEST).write_text(json.dumps(content))
+    del content["checksums"], content["checksum"]
+    (store / MANIFEST).write_text(json.dumps(content | {"version": 1}))
 
 
 def flip(file: pathlib.Path, position: int, bit: int = 0) -> None:
@@ -489,7 +497,7 @@ def flip(file: pathlib.Path, position: int, bit: int = 0) -> None:
 QKV = ("weights", "layer_00001", "qkv", "parts", 0)
 HOSTILE = {
     "format": (("format",), "zip", "is not that of a store"),
-    "version": (("version",), 99, "has version 99, this version of jaxinfer reads 1; update jaxinfer"),
+    "version": (("version",), 99, "has version 99, this version of jaxinfer reads 1 and 2; update jaxinfer"),
     "dtype": (("dtype",), "object", "dtype is 'object', not"),
     "plan": (("plan",), [1], r"plan is \[1\], not dict"),
     "config field": (("config", "hidden_size"), "32", r"config\.hidden_size is '32', not int"),
@@ -535,6 +543,51 @@ def test_a_manifest_that_is_none_is_refused(content: bytes, copy: pathlib.Path) 
     with pytest.raises(CheckpointError) as caught:
         load(copy, progress=False)
     assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_that_says_other_things_than_were_written_is_refused(copy: pathlib.Path) -> None:
+    """Numbers that fit, such as another epsilon, and a bit anywhere; a report that was added belongs to it."""
+    add_quality(copy, {"perplexity": 11.5, "of": {"3": [1e-7, True, None]}})
+    path = copy / MANIFEST
+    sound = path.read_bytes()
+    read_manifest(copy)
+    for old, new in ((b'"norm_eps": 1e-05', b'"norm_eps": 1e-06'), (b'"theta": 10000.0', b'"theta": 50000.0')):
+        assert old in sound
+        path.write_bytes(sound.replace(old, new))
+        with pytest.raises(CheckpointError, match=r"jaxinfer\.json says other things than were written"):
+            load(copy, progress=False)
+    path.write_bytes(sound)
+    for position in range(0, len(sound), 41):
+        flip(path, position)
+        with pytest.raises(CheckpointError):
+            read_manifest(copy)
+        flip(path, position)
+
+
+@pytest.mark.parametrize("lost", [["checksums"], ["checksum"], ["checksum", "checksums"]])
+def test_checksums_are_missed(lost: list[str], copy: pathlib.Path) -> None:
+    """But in version 1, which had none at first: see `without_checksums`."""
+    content = json.loads((copy / MANIFEST).read_text())
+    (copy / MANIFEST).write_text(json.dumps({key: value for key, value in content.items() if key not in lost}))
+    with pytest.raises(CheckpointError, match=rf"has no {' and no '.join(lost)}; the store is damaged"):
+        load(copy, progress=False)
+    write_signed(copy / MANIFEST, content | {"checksums": {}})
+    with pytest.raises(CheckpointError, match="has no checksums; the store is damaged"):
+        load(copy, progress=False)
+
+
+def test_a_store_of_version_1_is_read_and_stays_one(copy: pathlib.Path) -> None:
+    """With checksums of arrays and files, none of the manifest; a report that is added brings that."""
+    content = json.loads((copy / MANIFEST).read_text())
+    del content["checksum"]
+    (copy / MANIFEST).write_text(json.dumps(content | {"version": 1}))
+    load(copy, progress=False)
+    add_quality(copy, {"perplexity": 9.0})
+    content = json.loads((copy / MANIFEST).read_text())
+    assert content["version"] == 1 and content["checksum"] == own_checksum(content)
+    flip(copy / "weights" / "top" / "norm" / "0", 0)
+    with pytest.raises(CheckpointError, match="has other bytes than were written"):
+        load(copy, progress=False)
 
 
 def test_a_store_without_its_manifest_is_told_so(copy: pathlib.Path) -> None:
@@ -594,7 +647,7 @@ def test_a_flipped_bit_in_the_models_own_files_is_found(copy: pathlib.Path) -> N
 def test_an_array_without_a_checksum_beside_others_that_have_one(copy: pathlib.Path) -> None:
     content = json.loads((copy / MANIFEST).read_text())
     del content["checksums"]["weights/layer_00001/o.codes"]
-    (copy / MANIFEST).write_text(json.dumps(content))
+    write_signed(copy / MANIFEST, content)
     with pytest.raises(CheckpointError, match=r"has no checksum of weights/layer_00001/o\.codes"):
         load(copy, progress=False)
 

@@ -1,6 +1,7 @@
 """Models as jaxinfer keeps them in memory, on disk: packed, kernel-ready arrays and all that belongs to them.
 
-    PATH/jaxinfer.json             what it is: configuration, kinds and shapes of weights, plan, quality, versions
+    PATH/jaxinfer.json             what it is: configuration, kinds and shapes of weights, plan, quality, versions,
+                                   checksums of all of these files and of itself
     PATH/weights/top/              an Orbax checkpoint of embedding, last norm and head
     PATH/weights/layer_00000/      one of each layer
     PATH/original/                 tokenizer, chat template and JSON files of the model, as they were

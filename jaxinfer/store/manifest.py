@@ -23,14 +23,16 @@ from jaxinfer.store.structure import Described, parse
 
 MANIFEST = "jaxinfer.json"
 FORMAT = "jaxinfer-store"
-VERSION = 1
-"""Of this file's own form."""
+VERSION = 2
+"""Of this file's own form. What has version 1 may lack checksums: of this file, or of everything."""
+READ_VERSIONS = (1, VERSION)
 
 WEIGHTS, ORIGINAL, GGUF_METADATA = "weights", "original", "gguf.json"
 
 MAX_LAYERS, MAX_FEATURES = 10_000, 2**31
 _VERSIONED = ("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
 _KEYS = ("format", "version", "model", "dtype", "device", "versions", "config", "plan", "quality", "files", "weights")
+_CHECKSUM, _CHECKSUMS = "checksum", "checksums"  # of this file's content, and of the rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +68,21 @@ def versions() -> dict[str, str]:
 
 
 def write_manifest(folder: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Writes `jaxinfer.json`, or replaces it in one step."""
+    """Writes `jaxinfer.json`, or replaces it in one step; what it says of its own checksum is computed anew."""
     unfinished = folder / f"{MANIFEST}.unfinished"
+    whole = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **content}, allow_nan=False))
+    whole[_CHECKSUM] = own_checksum(whole)
     with unfinished.open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, "version": VERSION, **content}, file, allow_nan=False)
+        json.dump(whole, file)
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(folder / MANIFEST)
+
+
+def own_checksum(content: Mapping[str, Any]) -> str:
+    """That of a manifest's content, as JSON gives it, without the entry that holds it."""
+    others = {name: value for name, value in content.items() if name != _CHECKSUM}
+    return checksum(json.dumps(others, sort_keys=True).encode())
 
 
 def is_store(path: pathlib.Path) -> bool:
@@ -81,7 +91,7 @@ def is_store(path: pathlib.Path) -> bool:
 
 
 def read_manifest(folder: pathlib.Path) -> Manifest:
-    """Reads and checks `jaxinfer.json`: what it says fits together, and the model's files are as large as it says.
+    """Reads and checks `jaxinfer.json`: it says what was written, which fits together and to the model's files.
 
     Raises CheckpointError, in one line, for everything else.
     """
@@ -89,14 +99,21 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     content = read_json(folder, MANIFEST)
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not that of a store; give the folder that `jaxinfer convert` wrote")
-    if content.get("version") != VERSION:
+    version = content.get("version")
+    if type(version) is not int or version not in READ_VERSIONS:
         raise CheckpointError(
-            f"{path} has version {str(content.get('version'))[:20]}, this version of jaxinfer reads {VERSION}; "
-            "update jaxinfer, or write the store again"
+            f"{path} has version {str(version)[:20]}, this version of jaxinfer reads "
+            f"{' and '.join(map(str, READ_VERSIONS))}; update jaxinfer, or write the store again"
         )
-    missing = [key for key in _KEYS if key not in content]
+    needed = _KEYS if version == 1 else (*_KEYS, _CHECKSUM, _CHECKSUMS)
+    missing = [key for key in needed if key not in content]
     if missing:
         raise CheckpointError(f"{path} has no {' and no '.join(missing)}; the store is damaged: write it again")
+    if _CHECKSUM in content and content[_CHECKSUM] != own_checksum(content):
+        raise CheckpointError(
+            f"{path} says other things than were written (its checksum differs); "
+            "the store is damaged: copy or write it again"
+        )
     decoded = {
         name: decode(hint, content[name], f"{path}: {name}")
         for name, hint in {
@@ -110,7 +127,9 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
             "files": dict[str, int],
         }.items()
     }
-    checksums = decode(dict[str, str], content.get("checksums", {}), f"{path}: checksums")
+    checksums = decode(dict[str, str], content.get(_CHECKSUMS, {}), f"{path}: checksums")
+    if version > 1 and not checksums:  # none at all, in version 1, are those of a store from before there were any
+        raise CheckpointError(f"{path} has no checksums; the store is damaged: write it again")
     _check_config(decoded["config"], path)
     _check_files(folder, decoded["files"], checksums)
     return Manifest(**decoded, checksums=checksums, weights=_weights(content["weights"], decoded["config"], path))
