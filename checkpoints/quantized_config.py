@@ -75,21 +75,13 @@ class Announcement:
         match self.method:
             case "compressed-tensors":
                 return self._compressed_weight(module)
-            case "gptq" if self._settings.get("dynamic"):
-                # Overrides by pattern: their bits and groups are read off the shapes instead.
-                return WeightSettings(symmetric=self._flag("sym"), scattered=self._act_order)
-            case "awq" | "gptq":
-                key = "group_size" if "group_size" in self._settings else "q_group_size"
-                bits, group_size = self._integer("bits"), self._integer(key)
-                return WeightSettings(bits, group_size, self._flag("sym"), scattered=self._act_order)
+            case "awq":
+                return self._grouped_weight(self._settings)
+            case "gptq":
+                return self._gptq_weight(module)
             case "fp8":
                 return WeightSettings(block=self._block(self._settings.get("weight_block_size")))
         return WeightSettings()
-
-    @property
-    def _act_order(self) -> bool:
-        """Whether GPTQ's groups are of inputs in order of activation; static ones are of those that are neighbours."""
-        return self._flag("desc_act") is True and self._flag("static_groups") is not True
 
     @property
     def gptq_version(self) -> Literal[1, 2]:
@@ -159,6 +151,34 @@ class Announcement:
         if isinstance(dynamic, Mapping):
             yield from ("re:" + pattern[2:] for pattern in dynamic if pattern.startswith("-:"))
 
+    def _grouped_weight(self, settings: Mapping[str, Any]) -> WeightSettings:
+        """AWQ's and GPTQ's settings. With act-order the inputs of a group are scattered, unless groups are static."""
+        key = "group_size" if "group_size" in settings else "q_group_size"
+        bits, group_size, symmetric = self._integer("bits", settings), self._integer(key, settings), settings.get("sym")
+        return WeightSettings(
+            bits,
+            group_size,
+            symmetric if isinstance(symmetric, bool) else None,
+            scattered=settings.get("desc_act") is True and settings.get("static_groups") is not True,
+        )
+
+    def _gptq_weight(self, module: str) -> WeightSettings:
+        """GPTQ's settings, with those in their place that the first pattern of `dynamic` for the module has.
+
+        Bits are then read off the shapes, and also the group size of a module that is quantised though excepted.
+        """
+        dynamic = self._settings.get("dynamic")
+        if not isinstance(dynamic, Mapping) or not dynamic:
+            return self._grouped_weight(self._settings)
+        settings = self._settings
+        for pattern, overrides in dynamic.items():
+            if _matches("re:" + pattern.removeprefix("+:").removeprefix("-:"), module):
+                if pattern.startswith("-:"):
+                    return dataclasses.replace(self._grouped_weight(settings), bits=None, group_size=None)
+                settings = {**settings, **(overrides if isinstance(overrides, Mapping) else {})}
+                break
+        return dataclasses.replace(self._grouped_weight(settings), bits=None)
+
     def _compressed_weight(self, module: str) -> WeightSettings:
         groups = self._settings.get("config_groups")
         if self.ignores(module) or not isinstance(groups, Mapping):
@@ -167,7 +187,7 @@ class Announcement:
             weights = group.get("weights")
             if not isinstance(weights, Mapping):
                 continue
-            grouped = weights.get("strategy") in ("group", "tensor_group")
+            grouped = weights.get("strategy") in (None, "group", "tensor_group")
             return WeightSettings(
                 bits=self._integer("num_bits", weights),
                 group_size=self._integer("group_size", weights) if grouped else None,
@@ -185,10 +205,6 @@ class Announcement:
                 "download the file again"
             )
         return value
-
-    def _flag(self, key: str) -> bool | None:
-        value = self._settings.get(key)
-        return value if isinstance(value, bool) else None
 
     def _block(self, value: Any) -> tuple[int, int] | None:
         if value is None:

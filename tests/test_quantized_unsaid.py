@@ -5,11 +5,13 @@ import re
 from typing import Any
 
 import numpy as np
+import packing
 import pytest
 import quantized_checkpoints as checkpoints_of
-from quantized_checkpoints import FORMATS, GPTQ, INT4, compressed
+from quantized_checkpoints import AWQ, FORMATS, GPTQ, INT4, compressed
 
 from checkpoints.errors import CheckpointError
+from checkpoints.formats.parts import check_group
 from checkpoints.quantized import open_folder
 
 UP = "model.layers.0.mlp.up_proj."
@@ -81,3 +83,75 @@ def test_orders_that_leave_groups_side_by_side_need_no_index(
     folder = open_folder(write(name, tmp_path, announced, "g_idx"))
     values = checkpoints_of.make(name, tmp_path / "whole").values[UP + "weight"]
     np.testing.assert_array_equal(folder.read(UP + "weight"), values)
+
+
+# --- Group sizes, where the last group is shorter
+
+
+RAGGED, OUT = 80, 8
+"""Inputs that three groups of 32 hold, as would three of 27 to 39."""
+
+
+def ragged(kind: str, folder: pathlib.Path, announced: dict[str, Any] | None) -> tuple[pathlib.Path, np.ndarray]:
+    """A weight [8, 80] in groups of 32, alone in a folder, and its values."""
+    codes, zeros, scales = packing.random_weight(np.random.default_rng(0), OUT, RAGGED, 32, 4)
+    groups = np.arange(RAGGED) // 32
+    match kind:
+        case "awq":
+            parts = packing.awq_gemm(codes, zeros, scales)
+        case "gptq":
+            parts = packing.gptq(codes, zeros, scales, 4, 1)
+        case "gptq order":
+            groups = np.random.default_rng(1).permutation(groups)
+            parts = packing.gptq(codes, zeros, scales, 4, 1, groups)
+        case _:
+            zeros[...] = 8
+            shape = np.array(codes.shape)
+            parts = {"weight_packed": packing.pack_rows(codes, 4), "weight_scale": scales, "weight_shape": shape}
+    config = {} if announced is None else {"quantization_config": announced}
+    checkpoints_of.write(folder, {UP + part: array for part, array in parts.items()}, config)
+    return folder, packing.values(codes, zeros, scales, groups)
+
+
+NO_GROUP = {"group_size": None}
+SAID: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "awq": ("awq", AWQ),
+    "gptq, other modules excepted": ("gptq", GPTQ | {"dynamic": {"-:lm_head": {}}}),
+    "gptq, by pattern": (
+        "gptq", GPTQ | {"group_size": 128, "dynamic": {"+:.*up_proj": {"group_size": 32}, "+:.*": {"group_size": 16}}},
+    ),
+    "gptq, by its index": ("gptq order", GPTQ | NO_GROUP),
+    "compressed-tensors without a strategy": ("packed", compressed("pack-quantized", num_bits=4, group_size=32)),
+}  # fmt: skip
+UNSAID: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "awq, no configuration": ("awq", None),
+    "awq": ("awq", {"quant_method": "awq", "bits": 4}),
+    "gptq, excepted": ("gptq", GPTQ | {"dynamic": {"-:.*up_proj": {}}}),
+    "compressed-tensors": ("packed", compressed("pack-quantized", num_bits=4)),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_the_size_of_ragged_groups_is_what_the_folder_says(case: str, tmp_path: pathlib.Path) -> None:
+    kind, announced = SAID[case]
+    folder, values = ragged(kind, tmp_path, announced)
+    np.testing.assert_array_equal(open_folder(folder).read(UP + "weight"), values)
+
+
+@pytest.mark.parametrize("case", UNSAID)
+def test_ragged_groups_of_a_size_that_nothing_says_are_refused(case: str, tmp_path: pathlib.Path) -> None:
+    kind, announced = UNSAID[case]
+    folder, _ = ragged(kind, tmp_path, announced)
+    message = r"up_proj\.weight: 3 groups of scales for 80 inputs, and nothing says how many .*; add the group_size"
+    with pytest.raises(CheckpointError, match=message):
+        open_folder(folder)
+
+
+def test_a_group_size_is_read_off_where_only_one_is_usual() -> None:
+    """1984 inputs in 16 groups: of 124, or of 128 and a last one of 64."""
+    assert check_group(2048, 16, None, "w") == 128
+    assert check_group(96, 2, None, "w", indexed=True) == 48
+    assert check_group(576, 1, None, "w") == 576
+    for inputs, groups in ((1984, 16), (192, 2), (576, 5)):
+        with pytest.raises(CheckpointError, match="nothing says"):
+            check_group(inputs, groups, None, "w")

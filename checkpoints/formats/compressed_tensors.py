@@ -23,7 +23,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.formats.bits import fields, padded_fields
 from checkpoints.formats.codes import Codes, QuantizedTensor
-from checkpoints.formats.gptq import group_order
+from checkpoints.formats.gptq import group_order, has_order
 from checkpoints.formats.parts import SCALE_DTYPES, check_group, expect, misfit
 from checkpoints.tensors import TensorInfo
 
@@ -47,7 +47,7 @@ def packed_shape(
     in_features = size[1]
     bits = field_bits(words, in_features, bits, where)
     groups = _num_groups(infos["weight_scale"], out_features, where)
-    check_group(in_features, groups, group_size, where)
+    check_group(in_features, groups, group_size, where, indexed="weight_g_idx" in infos)
     if "weight_zero_point" in infos:
         expect(infos["weight_zero_point"], ("I32",), 2, where)
         widths = {math.ceil(out_features * bits / 32), math.ceil(out_features / (32 // bits))}
@@ -74,8 +74,9 @@ def decode_packed(
     take = padded_fields if (zeros_straddle if straddles is None else straddles) is False else fields
     scales = _by_row(parts["weight_scale"], out_features)
     groups = scales.shape[1]
-    size = check_group(in_features, groups, group_size, where)
-    order = group_order(parts.get("weight_g_idx"), size, groups, in_features, where)
+    g_idx = parts.get("weight_g_idx")
+    size = check_group(in_features, groups, group_size, where, indexed=has_order(g_idx))
+    order = group_order(g_idx, size, groups, in_features, where)
     container: Literal[4, 8] = 4 if bits <= 4 else 8
     zeros, shift = None, np.uint8(2 ** (container - 1) - 2 ** (bits - 1))
     if stored_zeros is not None:

@@ -44,7 +44,7 @@ def shape(infos: Mapping[str, TensorInfo], bits: int | None, group_size: int | N
     for part, expected in wanted.items():
         if infos[part].shape != expected:
             raise misfit(infos[part], expected, where)
-    check_group(in_features, groups, group_size, where)
+    check_group(in_features, groups, group_size, where, indexed="g_idx" in infos)
     return out_features, in_features
 
 
@@ -65,7 +65,7 @@ def decode(
     words, out_features = qweight.shape
     bits = _bits(words, out_features, parts["qzeros"].shape[1], bits, where)
     in_features, groups = words * 32 // bits, parts["scales"].shape[0]
-    size = check_group(in_features, groups, group_size, where)
+    size = check_group(in_features, groups, group_size, where, indexed=has_order(parts.get("g_idx")))
     zeros = np.ascontiguousarray(_zeros(parts["qzeros"], bits, version, symmetric).T)
     scales = np.ascontiguousarray(parts["scales"].T)
     order = group_order(parts.get("g_idx"), size, groups, in_features, where)
@@ -99,9 +99,14 @@ class GroupOrder:
         return codes
 
 
+def has_order(g_idx: np.ndarray | None) -> bool:
+    """Whether a group index says anything: compressed-tensors leaves one of -1 where there is no order."""
+    return g_idx is not None and not bool((g_idx == -1).all())
+
+
 def group_order(g_idx: np.ndarray | None, group_size: int, groups: int, in_features: int, where: str) -> GroupOrder:
-    """Reads a group index [in]; one that is absent, or all -1 as compressed-tensors leaves it, is the plain order."""
-    if g_idx is None or bool((g_idx == -1).all()):
+    """Reads a group index [in]; one that is absent or says nothing is the plain order."""
+    if g_idx is None or not has_order(g_idx):
         return GroupOrder(None, None)
     if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
         raise CheckpointError(

@@ -30,8 +30,18 @@ def misfit(info: TensorInfo, expected: tuple[int, ...], where: str) -> Checkpoin
     )
 
 
-def check_group(in_features: int, groups: int, group_size: int | None, where: str) -> int:
-    """The inputs in a group of `groups`; `group_size` is what the configuration says (None: nothing, -1: all)."""
+def check_group(in_features: int, groups: int, group_size: int | None, where: str, indexed: bool = False) -> int:
+    """The inputs in a group of `groups`; `group_size` is what the configuration says (None: nothing, -1: all).
+
+    Where it says nothing, all groups are of one size, unless the last may be shorter than the others: 16 groups of
+    1984 inputs are of 124, or of 128. Raises CheckpointError then, and for groups that do not fit; with a group index
+    (`indexed`) the size is not what tells the group of an input.
+    """
+    if group_size is None and not indexed and _may_be_ragged(in_features, groups):
+        raise CheckpointError(
+            f"{where}: {groups} groups of scales for {in_features} inputs, and nothing says how many a group has; "
+            "add the group_size that it was made with to quantization_config in config.json"
+        )
     size = -(-in_features // max(1, groups)) if group_size is None else group_size
     size = in_features if size == -1 else size
     if size < 1 or -(-in_features // size) != groups:
@@ -41,3 +51,12 @@ def check_group(in_features: int, groups: int, group_size: int | None, where: st
             + "; configuration and weights are of different models: download both from one revision"
         )
     return min(size, in_features)
+
+
+def _may_be_ragged(in_features: int, groups: int) -> bool:
+    """Whether groups of one size do not hold the inputs, or as many of a larger power of two, the usual sizes, do."""
+    if groups <= 1:
+        return False
+    size, rest = divmod(in_features, groups)
+    power = 1 << max(0, size - 1).bit_length()
+    return bool(rest) or (power != size and -(-in_features // power) == groups)
