@@ -17,7 +17,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.formats.codes import QuantizedTensor
 from checkpoints.formats.fp8 import FLOAT8_DTYPES
-from checkpoints.quantized_config import ORIGINAL, Announcement, find_announcement
+from checkpoints.quantized_config import CONFIG_FILES, ORIGINAL, Announcement, find_announcement
 from checkpoints.quantized_recipes import RECIPES, Context, Opened
 from checkpoints.safetensors import SafetensorsFolder, read_json
 from checkpoints.safetensors_file import DTYPES
@@ -211,13 +211,10 @@ def open_folder(path: str | os.PathLike[str]) -> SafetensorsFolder | QuantizedFo
     Raises CheckpointError for a folder that is not sound and for a quantisation that is not read, naming it.
     """
     folder = pathlib.Path(path)
-    config_file, other_file = "config.json", "hf_quant_config.json"
-    announcement = find_announcement(
-        read_json(folder, config_file),
-        read_json(folder, other_file, optional=True),
-        str(folder / config_file),
-        str(folder / other_file),
+    config, modelopt, gptq = (
+        (str(folder / name), read_json(folder, name, optional=name != "config.json")) for name in CONFIG_FILES
     )
+    announcement = find_announcement(config, modelopt, gptq)
     opened = SafetensorsFolder(folder)
     if announcement is None and not _has_quantized_parts(opened.tensors):
         return opened

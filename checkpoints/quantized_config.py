@@ -1,4 +1,5 @@
-"""What a folder says of its quantised weights: `quantization_config` in config.json, or hf_quant_config.json.
+"""What a folder says of its quantised weights: `quantization_config` in config.json, or a file of the quantiser's own,
+ModelOpt's hf_quant_config.json and AutoGPTQ's quantize_config.json.
 
 The tensors decide which weights are quantised and how (`quantized.py`); the configuration tells what shapes cannot:
 bits and group size, whether zeros are symmetric, the layout's version. It is also where formats that are recognised
@@ -21,6 +22,7 @@ METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "b
 
 _AWQ_VERSIONS = ("gemm", "gemv")
 _GPTQ_VERSIONS: dict[str, Literal[1, 2]] = {"gptq": 1, "gptq_v2": 2}
+_GPTQ_FORMAT_KEYS = ("checkpoint_format", "format")
 _COMPRESSED_FORMATS = (
     "dense",
     "float-quantized",
@@ -86,7 +88,18 @@ class Announcement:
     @property
     def gptq_version(self) -> Literal[1, 2]:
         """How GPTQ's zeros are stored: 1 is less one, also where nothing is said."""
-        return _GPTQ_VERSIONS.get(str(self._settings.get("checkpoint_format")), 1)
+        return _GPTQ_VERSIONS.get(self._gptq_format, 1)
+
+    @property
+    def _gptq_format(self) -> str:
+        """`checkpoint_format`, which GPTQModel also writes as `format`."""
+        said = {str(self._settings[key]).lower() for key in _GPTQ_FORMAT_KEYS if self._settings.get(key)} or {"gptq"}
+        if len(said) > 1:
+            raise CheckpointError(
+                f"{self.where}: quantization_config has format {_show(self._settings['format'])} and checkpoint_format "
+                f"{_show(self._settings['checkpoint_format'])}; remove the one that is wrong"
+            )
+        return said.pop()
 
     def _method(self, method: Any) -> str:
         if isinstance(method, str):
@@ -109,9 +122,8 @@ class Announcement:
                 if version not in _AWQ_VERSIONS:
                     raise self._refusal(f"AWQ version {_show(version)}")
             case "gptq":
-                version = settings.get("checkpoint_format") or "gptq"
-                if str(version) not in _GPTQ_VERSIONS or settings.get("is_marlin_format"):
-                    raise self._refusal(f"GPTQ checkpoint_format {_show(version)}")
+                if self._gptq_format not in _GPTQ_VERSIONS or settings.get("is_marlin_format"):
+                    raise self._refusal(f"GPTQ checkpoint_format {_show(self._gptq_format)}")
             case "compressed-tensors":
                 groups = settings.get("config_groups")
                 groups = list(groups.values()) if isinstance(groups, Mapping) else []
@@ -217,20 +229,43 @@ class Announcement:
         )
 
 
-def find_announcement(
-    config: Mapping[str, Any], other: Mapping[str, Any], where: str, other_where: str
-) -> Announcement | None:
-    """The configuration in config.json (`config`), also inside text_config, or in hf_quant_config.json (`other`)."""
+CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
+
+type File = tuple[str, Mapping[str, Any]]
+"""How messages call a file, and the object in it."""
+
+
+def find_announcement(config_file: File, modelopt_file: File, gptq_file: File) -> Announcement | None:
+    """The configuration in config.json, also inside text_config, or in one of the other two of `CONFIG_FILES`.
+
+    GPTQ's own file adds what config.json leaves out.
+    """
+    where, config = config_file
     for part in (config, config.get("text_config")):
         if isinstance(part, Mapping):
             for key in ("quantization_config", "compression_config"):
                 settings = part.get(key)
                 if isinstance(settings, Mapping):
-                    return Announcement(settings, where)
+                    gptq = settings.get("quant_method") == "gptq"
+                    return Announcement(_completed(settings, gptq_file[1]) if gptq else settings, where)
                 if settings is not None:
                     raise CheckpointError(f"{where}: {key} is {_show(settings)}, expected an object; {ORIGINAL}")
-    settings = other.get("quantization")
-    return Announcement(settings, other_where) if isinstance(settings, Mapping) else None
+    settings = modelopt_file[1].get("quantization")
+    if isinstance(settings, Mapping):
+        return Announcement(settings, modelopt_file[0])
+    where, settings = gptq_file
+    # Other tools' files of this name, which say nothing of a checkpoint, have no bits.
+    if "bits" in settings and settings.get("quant_method") in (None, "gptq"):
+        return Announcement({**settings, "quant_method": "gptq"}, where)
+    return None
+
+
+def _completed(settings: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+    """GPTQ's settings in config.json, which are the ones that count, with those of its own file that it lacks."""
+    said = {key: value for key, value in settings.items() if value is not None}
+    if not said.keys().isdisjoint(_GPTQ_FORMAT_KEYS):
+        other = {key: value for key, value in other.items() if key not in _GPTQ_FORMAT_KEYS}
+    return {**other, **said}
 
 
 def _targeting(module: str, groups: Iterable[Any]) -> Iterator[Mapping[str, Any]]:

@@ -419,7 +419,7 @@ def test_what_is_not_read_is_refused_by_name(message: str, nested: bool) -> None
     config = {"text_config": announced} if nested else announced
 
     def settings() -> object:
-        announcement = find_announcement(config, {}, "config.json", "hf_quant_config.json")
+        announcement = find_announcement(("config.json", config), ("hf_quant_config.json", {}), ("", {}))
         return announcement and announcement.weight("model.layers.0.mlp.down_proj")
 
     with pytest.raises(CheckpointError) as caught:

@@ -1,5 +1,6 @@
 """Quantised folders that do not say all that their codes need: refused, for a guess would load as another model."""
 
+import json
 import pathlib
 import re
 from typing import Any
@@ -13,6 +14,7 @@ from quantized_checkpoints import AWQ, FORMATS, GPTQ, INT4, compressed
 from checkpoints.errors import CheckpointError
 from checkpoints.formats.parts import check_group
 from checkpoints.quantized import open_folder
+from checkpoints.safetensors import SafetensorsFolder
 
 UP = "model.layers.0.mlp.up_proj."
 INT8 = {"num_bits": 8, "type": "int"}
@@ -155,3 +157,37 @@ def test_a_group_size_is_read_off_where_only_one_is_usual() -> None:
     for inputs, groups in ((1984, 16), (192, 2), (576, 5)):
         with pytest.raises(CheckpointError, match="nothing says"):
             check_group(inputs, groups, None, "w")
+
+
+# --- The version of GPTQ's zeros, and the files and keys that tell it
+
+
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        (GPTQ | {"format": "gptq_v2"}, {}),
+        (GPTQ, GPTQ | {"checkpoint_format": "gptq_v2"}),
+        (GPTQ | {"checkpoint_format": None}, {"format": "gptq_v2"}),
+        (None, {"bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"}),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, GPTQ | {"checkpoint_format": "gptq", "format": "gptq"}),
+    ],
+)
+def test_the_second_version_of_gptq_is_known_wherever_it_is_said(
+    config: dict[str, Any] | None, own: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    folder = write("gptq v2", tmp_path, config, None)
+    (folder / "quantize_config.json").write_text(json.dumps(own))
+    values = checkpoints_of.make("gptq v2", tmp_path / "whole").values[UP + "weight"]
+    np.testing.assert_array_equal(open_folder(folder).read(UP + "weight"), values)
+
+
+def test_two_versions_of_gptq_at_once_are_refused(tmp_path: pathlib.Path) -> None:
+    folder = write("gptq v2", tmp_path, GPTQ | {"format": "gptq_v2", "checkpoint_format": "gptq"}, None)
+    with pytest.raises(CheckpointError, match="format 'gptq_v2' and checkpoint_format 'gptq'; remove the one that is"):
+        open_folder(folder)
+
+
+def test_another_tools_quantize_config_is_none_of_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    folder = checkpoints_of.make("gptq", tmp_path).dense
+    (folder / "quantize_config.json").write_text(json.dumps({"per_channel": True, "reduce_range": True}))
+    assert isinstance(open_folder(folder), SafetensorsFolder)
