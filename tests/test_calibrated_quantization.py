@@ -20,7 +20,7 @@ from jaxinfer.quantization.api import quantize
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.folding import FIELDS, can_fold, fold, tie
 from jaxinfer.quantization.layer_pass import input_moments, pass_through, representative
-from jaxinfer.quantization.moments import values_of
+from jaxinfer.quantization.moments import share_of_output, values_of
 from jaxinfer.quantization.plan import HEAD, PRESETS, Plan, Precision, Rule, from_mapping, uniform
 from jaxinfer.quantization.quality import measure, row_batches
 from jaxinfer.quantization.report import Quality, QuantizationReport, WeightError
@@ -263,6 +263,15 @@ def test_a_quality_by_hand() -> None:
     small = dataclasses.replace(report, weights=(WeightError("layers.0.q_proj", "int8", 3.4e-5),))
     assert "layers.0.q_proj 0.0034 % (int8)" in repr(small)  # and not 0.00 %
     assert "perplexity 4 (original 1), KL mean 0.5000, 99th percentile 0.9900 nats" in repr(report)
+
+
+def test_a_perplexity_that_json_cannot_hold() -> None:
+    surprise = np.array([800.0, 900.0], np.float32)
+    quality = Quality.from_positions(surprise, surprise / 900, np.zeros(2, np.float32), np.array([True, False]))
+    assert quality.perplexity == np.inf
+    assert not quality.is_finite
+    with pytest.raises(ValueError, match=r"layers\.0\.o_proj: squares of its outputs are beyond float32"):
+        share_of_output(np.inf, np.inf, "layers.0.o_proj.weight")
 
 
 def test_rows_are_taken_a_few_at_a_time() -> None:

@@ -1,5 +1,6 @@
 """Quantising: the codes that RTN and HQQ choose, plans, and models quantised from arrays and from files."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 import quantized_checkpoints
 
+from checkpoints.safetensors import SafetensorsFolder
 from jaxinfer.generation import logits
 from jaxinfer.layers.weights import StackedOutputs
 from jaxinfer.model import Model, load
 from jaxinfer.quantization.api import quantize
 from jaxinfer.quantization.calibration import Windows
+from jaxinfer.quantization.checks import check_tensors
 from jaxinfer.quantization.hqq import half_quadratic
 from jaxinfer.quantization.plan import PRESETS, Plan, Precision, Rule, from_mapping, resolve, uniform
 from jaxinfer.quantization.rtn import CLIP_RATIOS, ERROR_EXPONENT, round_to_nearest
@@ -264,6 +267,59 @@ def test_what_cannot_be_quantised(folder: pathlib.Path) -> None:
         load(folder, quantize="int4", packed=True)
     with pytest.raises(ValueError, match="3-bit rtn codes: random ones have 4 bits with zero points by rtn, or 8 bits"):
         load(folder, quantize="int3", random_weights=0)
+
+
+INT4, INT8, GROUPED, BY_HALVES = Precision(), Precision(8), Precision(8, 64), Precision(method="hqq")
+
+
+@pytest.mark.parametrize(
+    ("value", "precision", "message"),
+    [
+        (np.nan, INT4, "layers.3.k_proj holds NaN or infinity: the checkpoint is damaged"),
+        (np.nan, INT8, "layers.3.k_proj holds NaN or infinity: the checkpoint is damaged"),
+        (-np.inf, INT4, "layers.3.k_proj holds NaN or infinity: the checkpoint is damaged"),
+        (np.nan, None, None),
+        (1e6, INT4, "layers.3.k_proj: its largest number, 1e.06, is too large for the float16 scales of int4 g64 rtn"),
+        (1e5, INT4, None),
+        (1e5, BY_HALVES, "too large for the float16 scales of int4 g64 hqq"),
+        (1e-8, INT4, "too small for the float16 scales of int4 g64 rtn; give layers.3.k_proj 8 bits without groups"),
+        (1e-5, GROUPED, "too small for the float16 scales of int8 g64"),
+        (1e-5, Precision(3), None),
+        (1e-8, INT8, None),
+        (1e6, INT8, None),
+        (0.0, INT4, None),
+    ],
+)
+def test_numbers_that_codes_cannot_stand_for(value: float, precision: Precision | None, message: str | None) -> None:
+    """One of a tensor's numbers, its neighbours' rows being fine; a small one is the tensor's largest."""
+    weight = np.full((6, 64), 0.1, np.float32)
+    weight[2:4] = 0.0 if np.isfinite(value) else 0.1
+    weight[3, 5] = value
+    names = [f"layers.3.{name}.weight" for name in ("q_proj", "k_proj", "v_proj")]
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_tensors(jnp.asarray(weight), names, (2, 2, 2), [INT4, precision, INT4])
+
+
+def test_a_damaged_weight_is_refused_and_leaves_no_store(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Which made a finite model of it; one that the plan leaves alone is kept."""
+    with contextlib.closing(SafetensorsFolder(folder)) as checkpoint:
+        tensors = {name: checkpoint.read(name).copy() for name in checkpoint.tensors}
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = np.nan
+    damaged, out = tmp_path / "damaged", tmp_path / "store"
+    quantized_checkpoints.write(damaged, tensors, quantized_checkpoints.CONFIG)
+    message = r"layers\.0\.up_proj holds NaN or infinity: the checkpoint is damaged; get it anew, or keep "
+    windows = Windows(np.full((2, 16), 7, np.int32), np.full((1, 16), 7, np.int32), "sevens")
+    for calibration in (None, windows):
+        with pytest.raises(ValueError, match=message):
+            quantize(damaged, "int8", out=out, calibration=calibration, progress=False)
+        assert list(tmp_path.iterdir()) == [damaged]
+    model = load_dense(damaged)
+    with pytest.raises(ValueError, match=message):
+        quantize(model, "int8")
+    kept = Plan((Rule(("*.gate_proj", "*.up_proj"), Precision(16)), Rule(("*",), Precision(8))))
+    assert quantize(model, kept).params.layers[0].gate_up is model.params.layers[0].gate_up
+    with pytest.raises(ValueError, match="sevens: layer 0 of the model holds or gives NaN or infinity, so nothing can"):
+        quantize(model, kept, calibration=windows)
 
 
 def test_a_quantised_checkpoint_can_be_quantised_anew(tmp_path: pathlib.Path, caplog) -> None:

@@ -6,6 +6,7 @@ are compared, and the original model was never there as a whole.
 """
 
 import functools
+import logging
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from jaxinfer.layers.norm import rms_norm
 from jaxinfer.packed_weights import DeviceWeight, HostWeight, device_layout
 from jaxinfer.params import TOP, ParamSpec, Piece, has_own_head, layer_specs, linear_names, top_specs
 from jaxinfer.quantization.calibration import Windows
+from jaxinfer.quantization.checks import are_finite, check_tensors
 from jaxinfer.quantization.folding import FIELDS, can_fold, fold, tie
 from jaxinfer.quantization.fused import best_scales, names_of, quantize_fused
 from jaxinfer.quantization.layer_pass import (
@@ -37,6 +39,8 @@ from jaxinfer.quantization.moments import values_of
 from jaxinfer.quantization.plan import HEAD, Plan
 from jaxinfer.quantization.quality import head_statistics, quality_of, row_batches
 from jaxinfer.quantization.report import Quality, QuantizationReport, WeightError
+
+log = logging.getLogger("jaxinfer")
 
 type Batches = list[jax.Array]
 """Hidden states [rows, tokens, hidden] in float32, a few rows at a time."""
@@ -99,7 +103,7 @@ class CalibratedQuantizer:
             self.finish()
 
     def start(self, top: Mapping[str, Any]) -> None:
-        """Looks up the tokens of all windows."""
+        """Looks up the tokens of all windows. Raises ValueError where the text cannot be run through the model."""
         self._top = dict(top)
         embedding = jnp.asarray(top["embed_tokens"])
 
@@ -112,13 +116,26 @@ class CalibratedQuantizer:
         self._originals = list(self._evaluated)
         self._original_head = self._head = jnp.asarray(top.get(HEAD, embedding))
         self._norm = jnp.asarray(top["norm"])
+        if has_own_head(self.plan):
+            self._check(self._original_head, top_specs(self._config, own_head=True)[HEAD])
+        if self._originals or has_own_head(self.plan):  # else nothing here reads them
+            self._check_finite("the last norm", [self._norm])
+            self._check_finite("the head", [self._original_head], self._config.num_tokens)
+        self._check_finite("the embedding", [*self._inputs, *self._originals])
 
     def layer(self, index: int, fields: Mapping[str, Any]) -> dict[str, DeviceWeight]:
-        """Quantises layer `index`, whose weights are arrays; the result lies as this device's kernels read it."""
+        """Quantises layer `index`, whose weights are arrays; the result lies as this device's kernels read it.
+
+        Raises ValueError for NaN and infinity in weights that are quantised, and in what the layer makes of the text.
+        """
         config, same = self._config, representative(self._config, index)
         specs = layer_specs(config, index)
         original = LayerParams(**{field: jnp.asarray(value).astype(jnp.float32) for field, value in fields.items()})
+        for field, spec in specs.items():
+            if spec.is_linear:
+                self._check(getattr(original, field), spec)
         moments = input_moments(original, self._inputs, config=config, index=same)
+        self._check_finite(f"layer {index}", jax.tree.leaves(moments))
         scaled, moments = self._scale(original, moments, specs)
         made: dict[str, Any] = {}
         rounded: dict[str, Any] = {}
@@ -134,6 +151,7 @@ class CalibratedQuantizer:
         quantised = LayerParams(**rounded)
         self._evaluated = [pass_through(quantised, x, config=config, index=same) for x in self._evaluated]
         self._inputs = [pass_through(quantised, x, config=config, index=same) for x in self._inputs]
+        self._check_finite(f"layer {index}", [*self._originals, *self._inputs])
         return made
 
     def head(self) -> dict[str, DeviceWeight]:
@@ -160,11 +178,25 @@ class CalibratedQuantizer:
             normalised = rms_norm(hidden, self._norm, eps), rms_norm(original, norm, eps)
             statistics.append(head_statistics(*normalised, *heads, jnp.asarray(tokens), config=self._config))
         self._quality = quality_of(statistics) if statistics else None
+        if self._quality is not None and not self._quality.is_finite:
+            log.warning("%s: perplexity or KL is no finite number; the quality is not recorded", self._windows.source)
+            self._quality = None
 
     def report(self) -> QuantizationReport:
         """What was done; after `finish`."""
         tokens = self._windows.calibration.size
         return QuantizationReport(self.plan, self._windows.source, tokens, tuple(self._errors), self._quality)
+
+    def _check(self, weight: Float[Array, "out in"], spec: ParamSpec) -> None:
+        names = names_of(spec)
+        check_tensors(weight, names, spec.rows, [self.plan.precision(name) for name in names])
+
+    def _check_finite(self, what: str, arrays: list[jax.Array], rows: int | None = None) -> None:
+        if not are_finite(arrays, rows):
+            raise ValueError(
+                f"{self._windows.source}: {what} of the model holds or gives NaN or infinity, so nothing can be fitted "
+                "or judged: the checkpoint is damaged; get it anew, or quantise without calibration"
+            )
 
     def _scale(
         self, layer: LayerParams, moments: InputMoments, specs: dict[str, ParamSpec]

@@ -10,7 +10,7 @@ from jaxinfer.layers.weights import StackedOutputs
 from jaxinfer.packed_weights import DeviceWeight, HostWeight
 from jaxinfer.params import ParamSpec
 from jaxinfer.quantization.awq import clip_and_round, scale_candidates, scaled_losses
-from jaxinfer.quantization.moments import output_errors, values_of
+from jaxinfer.quantization.moments import output_errors, share_of_output, values_of
 from jaxinfer.quantization.plan import Plan, Precision
 from jaxinfer.quantization.quantizer import quantize_weight
 from pallas_kernels.int4_matmul import dequantize
@@ -100,8 +100,8 @@ def quantize_fused(
     starts = [0, *itertools.accumulate(spec.rows)]
     for name, (start, stop) in zip(names_of(spec), itertools.pairwise(starts), strict=True):
         if plan.precision(name) is not None:
-            size = float(jnp.sum(whole[start:stop]))
-            errors[name] = float(jnp.sum(added[start:stop])) / size if size else 0.0
+            change, size = (float(jnp.sum(squares[start:stop])) for squares in (added, whole))
+            errors[name] = share_of_output(change, size, name)
     return packed, errors
 
 

@@ -4,6 +4,8 @@ They say all that AWQ and GPTQ want to know: an error D of a weight costs E|D x|
 output, for any D, without the inputs themselves.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,19 @@ def output_errors(error: Float[Array, "out in"], moments: Float[Array, "in in"])
     """Mean square that an error of the weight adds to each output. Never negative but for rounding, which is cut."""
     products = jnp.matmul(error, moments, precision=jax.lax.Precision.HIGHEST)
     return jnp.maximum(jnp.sum(products * error, axis=1), 0.0)
+
+
+def share_of_output(added: float, outputs: float, name: str) -> float:
+    """An error as a share of the mean square of a weight's outputs; 0 for one that has none.
+
+    Raises ValueError, naming the weight, for squares that float32 does not have.
+    """
+    if not (math.isfinite(added) and math.isfinite(outputs)):
+        raise ValueError(
+            f"{name.removesuffix('.weight')}: squares of its outputs are beyond float32, so its error cannot be told; "
+            "quantise without calibration"
+        )
+    return added / outputs if outputs else 0.0
 
 
 def values_of(weight: HostWeight | DeviceWeight) -> Float[Array, "out in"]:

@@ -10,6 +10,7 @@ from jaxinfer.layers.weights import ScaledCodes, StackedOutputs
 from jaxinfer.packed_runs import aligned_empty
 from jaxinfer.packed_weights import HostWeight
 from jaxinfer.quantization.awq import clip_and_round
+from jaxinfer.quantization.checks import check_tensors
 from jaxinfer.quantization.gptq import compensated_int8, compensated_rounding
 from jaxinfer.quantization.hqq import half_quadratic
 from jaxinfer.quantization.plan import CALIBRATED, Plan, Precision
@@ -56,7 +57,8 @@ class QuantizingReader:
     def __call__(self, names: Sequence[str], rows: Sequence[int], in_features: int) -> HostWeight | None:
         """Joins canonical tensors of so many rows, one below the other; None if the plan leaves all of them alone.
 
-        Neighbours of one precision are one weight.
+        Neighbours of one precision are one weight. Raises ValueError for NaN, infinity, and numbers beyond what the
+        codes' scales can be (`checks`).
         """
         runs = self.plan.runs([name.removesuffix(".weight") for name in names])
         if all(precision is None for precision, _ in runs):
@@ -69,5 +71,10 @@ class QuantizingReader:
             for name, count in zip(names[run], rows[run], strict=True):
                 self.read_into(name, host[first : first + count])
                 first += count
-            parts.append(host if precision is None else quantize_weight(jax.device_put(host), precision))
+            if precision is None:
+                parts.append(host)
+                continue
+            weight = jax.device_put(host)
+            check_tensors(weight, names[run], rows[run], [precision] * len(names[run]))
+            parts.append(quantize_weight(weight, precision))
         return parts[0] if len(parts) == 1 else StackedOutputs(tuple(parts))

@@ -1,6 +1,7 @@
 """What quantising did to a model: the error of each weight, and the quality of the whole."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,14 +31,21 @@ class Quality:
     ) -> "Quality":
         """From [positions]: negative log-likelihoods of the next tokens, KL divergences, equality of the best."""
         divergence = divergence.astype(np.float64)
+        with np.errstate(over="ignore"):  # a model that is certain and wrong has an infinite perplexity
+            perplexities = [float(np.exp(np.mean(x, dtype=np.float64))) for x in (surprise, original_surprise)]
         return cls(
-            perplexity=float(np.exp(np.mean(surprise, dtype=np.float64))),
-            original_perplexity=float(np.exp(np.mean(original_surprise, dtype=np.float64))),
+            perplexity=perplexities[0],
+            original_perplexity=perplexities[1],
             kl_mean=float(np.mean(divergence)),
             kl_p99=float(np.quantile(divergence, 0.99)),
             agreement=float(np.mean(same_best)),
             num_tokens=len(divergence),
         )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether JSON can hold it."""
+        return all(map(math.isfinite, dataclasses.astuple(self)))
 
     def __str__(self) -> str:
         return (
