@@ -10,6 +10,7 @@ from typing import Any
 
 import families
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -149,6 +150,20 @@ def test_packed_models_and_empty_text_are_refused(model: ji.Model):
     packed = ji.quantize(model, "int4")
     with pytest.raises(ValueError, match=r"layers\.0\.qkv is packed already; load the original with packed=False"):
         ji.sensitivity(packed, tokens(1, 8))
+
+
+def test_models_of_nan_are_refused(model: ji.Model):
+    """Whose divergences all were 0.0, so that the coarsest plan was proposed."""
+    norm = model.params.norm.at[3].set(jnp.nan)
+    damaged = dataclasses.replace(model, params=dataclasses.replace(model.params, norm=norm))
+    with pytest.raises(ValueError, match="its logits on this text are not finite, so nothing can be compared with"):
+        ji.sensitivity(damaged, tokens(2, 24), precisions=[EIGHT], progress=False)
+    first, last = model.params.layers
+    assert isinstance(last.o, jax.Array)
+    layers = [first, dataclasses.replace(last, o=last.o.at[0, 0].set(jnp.inf))]
+    damaged = dataclasses.replace(model, params=dataclasses.replace(model.params, layers=layers))
+    with pytest.raises(ValueError, match=r"layers\.1\.o_proj holds NaN or infinity"):
+        ji.sensitivity(damaged, tokens(2, 24), precisions=[EIGHT], progress=False)
 
 
 # --- The knapsack

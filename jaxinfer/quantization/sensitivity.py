@@ -12,6 +12,7 @@ distributions from the original's. The second is what counts: an output may be w
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -28,6 +29,7 @@ from jaxinfer.model import Model
 from jaxinfer.params import layer_specs, top_specs
 from jaxinfer.planning.weights import codes_of, num_bytes
 from jaxinfer.quantization.api import CalibrationText, windows_for
+from jaxinfer.quantization.checks import check_tensors
 from jaxinfer.quantization.layer_pass import (
     PRECISION,
     UNTUNED,
@@ -36,7 +38,7 @@ from jaxinfer.quantization.layer_pass import (
     representative,
     second_moments,
 )
-from jaxinfer.quantization.moments import output_errors, values_of
+from jaxinfer.quantization.moments import output_errors, share_of_output, values_of
 from jaxinfer.quantization.plan import HEAD, Precision
 from jaxinfer.quantization.quality import head_of, row_batches
 from jaxinfer.quantization.quantizer import quantize_weight
@@ -73,8 +75,8 @@ def sensitivity(
     `quick` runs the layers above only for each weight's coarsest precision. The KL divergence of the others is that
     one, times the ratio of their output errors: both grow with the square of what rounding changes.
 
-    Raises ValueError for a model that is packed already, for no text, for precisions that cannot be measured, and for
-    `max_tokens` below 1.
+    Raises ValueError for a model that is packed already, for no text, for precisions that cannot be measured, for
+    `max_tokens` below 1, and for NaN and infinity in weights or in the original's logits.
     """
     table = unmeasured(model, precisions, measure_head=measure_head)
     _check(model, max_tokens)
@@ -82,6 +84,7 @@ def sensitivity(
     windows = windows[: max(1, max_tokens // max(1, windows.shape[1])), :max_tokens]
     if windows.size == 0:
         raise ValueError("there are no tokens to calibrate with; give more text")
+    _check_weights(model, table.precisions, measure_head)
     progress = is_watched() if progress is None else progress
     total = _steps(table.names, model.config, 1 if quick else len(table.precisions))
     options = {"unit": "layer", "desc": f"Measuring {len(table.names)} weights", "leave": False}
@@ -178,6 +181,11 @@ class _Measurement:
             self._states.append(self._passed(self._states[-1], index, index + 1))
         self._head = values_of(head_of(model.params))
         self._original = self._normalised(self._states[-1])
+        if not math.isfinite(self._diverged(self._original, self._head)):  # from itself: 0 of finite logits, else NaN
+            raise ValueError(
+                f"{model.name}: its logits on this text are not finite, so nothing can be compared with them: the "
+                "checkpoint is damaged, or its numbers are beyond float32"
+            )
 
     def weights(self, measure_head: bool) -> Iterator[_Measured]:
         for index in range(self._config.num_layers):
@@ -224,7 +232,7 @@ class _Measurement:
         for precision in self._precisions:
             rounded.append(values_of(quantize_weight(weight, precision, moments)))
             added = float(jnp.sum(output_errors(rounded[-1] - weight, moments)))
-            found.output_errors.append(added / outputs if outputs else 0.0)
+            found.output_errors.append(share_of_output(added, outputs, found.name))
         if not self._quick:
             found.divergences += [diverges(values) for values in rounded]
             return
@@ -250,14 +258,20 @@ class _Measurement:
         return [rms_norm(batch, self._params.norm, self._config.norm_eps) for batch in x]
 
     def _divergence(self, hidden: Batches, head_weight: Float[Array, "vocab hidden"]) -> float:
-        """KL divergence from the original, mean over all positions."""
+        """KL divergence from the original, mean over all positions. Raises ValueError where logits are not finite."""
+        divergence = self._diverged(hidden, head_weight)
+        if not math.isfinite(divergence):
+            raise ValueError("a quantised weight makes logits that are not finite; leave out precisions of few bits")
+        self._done(self._head_steps)
+        return max(0.0, divergence)
+
+    def _diverged(self, hidden: Batches, head_weight: Float[Array, "vocab hidden"]) -> float:
+        """`_divergence` as it is computed: below 0 by rounding, and NaN where logits are not finite."""
         parts = [
             summed_divergence(changed, original, head_weight, self._head, config=self._config)
             for changed, original in zip(hidden, self._original, strict=True)
         ]
-        divergence = max(0.0, sum(float(part) for part in parts) / self._num_tokens)
-        self._done(self._head_steps)
-        return divergence
+        return sum(float(part) for part in parts) / self._num_tokens
 
 
 @functools.partial(jax.jit, static_argnames="config", compiler_options=UNTUNED)
@@ -308,3 +322,15 @@ def _check(model: Model, max_tokens: int) -> None:
         for field, spec in layer_specs(model.config, index).items():
             if spec.is_linear and not isinstance(getattr(layer, field), jax.Array):
                 raise ValueError(f"layers.{index}.{field} is packed already; load the original with packed=False")
+
+
+def _check_weights(model: Model, precisions: Sequence[Precision], measure_head: bool) -> None:
+    for index, layer in enumerate(model.params.layers):
+        for field, spec in layer_specs(model.config, index).items():
+            if spec.is_linear:
+                for precision in precisions:
+                    check_tensors(getattr(layer, field), spec.sources, spec.rows, [precision] * len(spec.sources))
+    if measure_head:
+        weight = values_of(head_of(model.params))
+        for precision in precisions:
+            check_tensors(weight, [HEAD], [len(weight)], [precision])
