@@ -151,7 +151,14 @@ def _mxfp4(infos: Infos, context: Context) -> Opened:
 
 def _fp8(scale: str) -> Callable[[Infos, Context], Opened]:
     def open_(infos: Infos, context: Context) -> Opened:
-        where, block = context.where, context.settings.block
+        where, settings = context.where, context.settings
+        block = settings.block
+        scale_shape = infos[scale].shape
+        if settings.group_size not in (None, -1) and len(scale_shape) == 2 and scale_shape[1] > 1:
+            raise CheckpointError(
+                f"{where}: FP8 with a scale for every {settings.group_size} inputs (strategy group) is not supported; "
+                f"{ORIGINAL}"
+            )
         shape = fp8.shape(infos, scale, block, where)
         return Opened(shape, 8, lambda parts: fp8.decode(parts, scale, block, where))
 

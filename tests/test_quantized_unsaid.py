@@ -5,6 +5,7 @@ import pathlib
 import re
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import packing
 import pytest
@@ -67,6 +68,16 @@ def test_integers_of_eight_bits_in_groups_by_activation_are_not_supported(tmp_pa
         folder / "model.safetensors", {UP + "weight": weight, UP + "weight_scale": np.ones((128, 2), np.float32)}
     )
     with pytest.raises(CheckpointError, match="int-quantized with actorder by group is not supported; use"):
+        open_folder(folder)
+
+
+def test_groups_of_8_bit_floats_are_not_supported(tmp_path: pathlib.Path) -> None:
+    settings = compressed("float-quantized", num_bits=8, type="float", strategy="group", group_size=32)
+    folder = write("fp8 channel", tmp_path, settings, None)
+    open_folder(folder)  # one scale an output is one, whatever it is called
+    weight, scale = np.zeros((128, 64), ml_dtypes.float8_e4m3fn), np.ones((128, 2), np.float32)
+    checkpoints_of.save(folder / "model.safetensors", {UP + "weight": weight, UP + "weight_scale": scale})
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: FP8 with a scale for every 32 .* is not supported; "):
         open_folder(folder)
 
 
