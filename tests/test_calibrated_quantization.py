@@ -17,11 +17,12 @@ from jaxinfer.layers.weights import ScaledCodes, StackedOutputs
 from jaxinfer.model import Model, load
 from jaxinfer.params import layer_specs, linear_names
 from jaxinfer.quantization.api import quantize
+from jaxinfer.quantization.calibrated import CalibratedQuantizer
 from jaxinfer.quantization.calibration import Windows
 from jaxinfer.quantization.folding import FIELDS, can_fold, fold, tie
 from jaxinfer.quantization.layer_pass import input_moments, pass_through, representative
 from jaxinfer.quantization.moments import share_of_output, values_of
-from jaxinfer.quantization.plan import HEAD, PRESETS, Plan, Precision, Rule, from_mapping, uniform
+from jaxinfer.quantization.plan import HEAD, PRESETS, Plan, Precision, Rule, from_mapping, resolve, uniform
 from jaxinfer.quantization.quality import measure, row_batches
 from jaxinfer.quantization.report import Quality, QuantizationReport, WeightError
 from pallas_kernels.int4_matmul import PackedInt4
@@ -232,6 +233,18 @@ def test_quality_is_not_measured_without_text(dense: Model) -> None:
     )
     assert report.quality is None
     assert "quality: not measured, no text was kept apart to judge by" in repr(report)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "plan", "warned"), [(1023, "int4-gptq", True), (1024, "int4-awq", False), (1, "int4", False)]
+)
+def test_few_tokens_are_said(tokens: int, plan: str, warned: bool, dense: Model, caplog) -> None:
+    """GPTQ fitted to 256 tokens or fewer was worse than rounding (`FEW_TOKENS`)."""
+    windows = Windows(np.zeros((1, tokens), np.int32), np.zeros((0, 2), np.int32), "a note")
+    CalibratedQuantizer(dense.config, resolve(plan), windows, jnp.dtype(jnp.float32))
+    message = f"a note: {tokens} tokens to calibrate with; codes fitted to fewer than 1024 can be worse than rounded"
+    assert (message in caplog.text) == warned
+    assert bool(caplog.records) == warned
 
 
 # --- Plans and reports

@@ -24,7 +24,7 @@ from jaxinfer.layers.embedding import embed
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.packed_weights import DeviceWeight, HostWeight, device_layout
 from jaxinfer.params import TOP, ParamSpec, Piece, has_own_head, layer_specs, linear_names, top_specs
-from jaxinfer.quantization.calibration import Windows
+from jaxinfer.quantization.calibration import FEW_TOKENS, Windows
 from jaxinfer.quantization.checks import are_finite, check_tensors
 from jaxinfer.quantization.folding import FIELDS, can_fold, fold, tie
 from jaxinfer.quantization.fused import best_scales, names_of, quantize_fused
@@ -76,8 +76,14 @@ class CalibratedQuantizer:
         *,
         promote_above: float | None = None,
     ) -> None:
-        """Raises what `check_request` raises."""
+        """Raises what `check_request` raises, and warns of a plan that is fitted to fewer tokens than `FEW_TOKENS`."""
         check_request(config, plan, windows, promote_above)
+        if plan.needs_calibration and windows.calibration.size < FEW_TOKENS:
+            log.warning(
+                "%s: %d tokens to calibrate with; codes fitted to fewer than %d can be worse than rounded ones (int4): "
+                "give more text",
+                *(windows.source, windows.calibration.size, FEW_TOKENS),
+            )
         self.plan = plan
         self._config, self._windows, self._dtype, self._promote_above = config, windows, dtype, promote_above
         self._errors: list[WeightError] = []
