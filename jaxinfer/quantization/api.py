@@ -75,9 +75,9 @@ def quantize(
     `out` writes a store (`jaxinfer.store`) and returns the model of it; from a path it never holds more than a layer.
     What is not packed there is bfloat16, unless `dtype` is another. A store of unknown quality is made with a warning.
 
-    Raises FileExistsError for an `out` that exists, and ValueError for one that is not Unicode, for a plan that does not
-    fit the model, or that names weights which are packed already, and for weights that hold NaN, infinity or numbers
-    beyond what codes stand for. Methods that calibrate warn of fewer than 1024 tokens of text.
+    Raises FileExistsError for an `out` that exists, and ValueError for one that is not Unicode, for a plan that does
+    not fit the model, or that names weights which are packed already, and for weights that hold NaN, infinity or
+    numbers beyond what codes stand for. "awq" and "gptq" warn of fewer than 1024 tokens of text.
     """
     plan = resolve(plan, "plan=")
     if out is not None:
