@@ -1,16 +1,19 @@
 """Stores: what is written is what is read, written whole or not at all, and not believed when it is read."""
 
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
 import logging
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +28,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import quantized_checkpoints
+import tensorstore
 from tokenizer_training import gguf_metadata
 
 from checkpoints.errors import CheckpointError
 from jaxinfer import checkpoint_weights
+from jaxinfer.cli import main
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs
 from jaxinfer.model import Model, inspect, load
 from jaxinfer.params import Piece
@@ -40,7 +45,7 @@ from jaxinfer.store.create import create, model_pieces, save
 from jaxinfer.store.export import export
 from jaxinfer.store.manifest import MANIFEST, own_checksum, read_manifest
 from jaxinfer.store.unfinished import written_whole
-from jaxinfer.store.writer import StoreWriter, add_quality
+from jaxinfer.store.writer import StoreWriter, add_quality, os_error_number
 from jaxinfer.tokenization import tokenizer_from_folder, tokenizer_from_gguf
 from pallas_kernels.int4_matmul import PackedInt4, PackedInt8, dequantize, int8_to_mosaic, to_mosaic, to_triton
 
@@ -393,6 +398,54 @@ def test_a_write_that_fails_leaves_nothing_and_says_so(
         store.write_all(pieces())
     assert not any(tmp_path.iterdir())
     assert "not written; what had been begun of it is removed" in caplog.text
+
+
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("error", [ValueError("RESOURCE_EXHAUSTED: file 8: ... [os_error_code='28']"), NO_SPACE, None])
+def test_a_disk_that_is_full_is_one_line(
+    error: Exception | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Found out by TensorStore, by Orbax, or before either writes."""
+
+    def save(*_: object, **__: object) -> None:
+        assert error is not None
+        raise error
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", save)
+    free = 10**9 if error is not None else 2000
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(total=10**9, free=free))
+    out = tmp_path / "store"
+    assert main(["convert", str(LLAMA), str(out), "--quiet"]) == 1
+    assert capsys.readouterr().err == f"error: {out}: No space left on device\n"
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_number_of_an_error_that_tensorstore_passes_on(tmp_path: pathlib.Path) -> None:
+    """A real one: no file may have more than 600 bytes."""
+    folder = tensorstore.KvStore.open({"driver": "file", "path": f"{tmp_path}/"}).result()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+    try:
+        with pytest.raises(ValueError, match="File too large") as caught:
+            folder.write("file", bytes(1000)).result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os_error_number(caught.value) == errno.EFBIG
+    assert os_error_number(ValueError("another")) is None
+
+
+@pytest.mark.parametrize("name", [None, "jaxinfer.json"])
+def test_a_disk_that_is_full_is_named_by_what_is_written(name: str | None, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "store"
+    with pytest.raises(OSError, match="No space left on device") as caught, written_whole(out):
+        raise OSError(*NO_SPACE.args, name)
+    assert caught.value.filename == str(out)
+    with pytest.raises(FileNotFoundError) as missing, written_whole(out):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "model.safetensors")
+    assert missing.value.filename == "model.safetensors"
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_write_that_lacks_a_layer_is_no_store(tmp_path: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. `arguments` are those of the process if not given."""
     try:
-        with _interrupts_are_kept():
+        with _callbacks_are_watched():
             # Imported here, so that Ctrl-C while it is ends the program without a traceback.
             from jaxinfer.cli import command_line
 
@@ -32,15 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _interrupts_are_kept() -> Iterator[None]:
-    """Ctrl-C that meets a callback of the garbage collector, as JAX has one, is printed and forgotten: sent again."""
+def _callbacks_are_watched() -> Iterator[None]:
+    """What callbacks raise, Python prints and forgets.
+
+    Ctrl-C that meets one of the garbage collector, as JAX has one, is sent again. Where a store cannot be written,
+    Orbax raises the first error and ends its loop, which TensorStore's threads still call with theirs: not printed.
+    """
     before = sys.unraisablehook
 
     def hook(unraisable: "sys.UnraisableHookArgs") -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
             again = signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
             threading.Timer(0.01, *again).start()  # sent from here it would be forgotten as well
-        else:
+        elif str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
     sys.unraisablehook = hook

@@ -1,6 +1,7 @@
 """Folders that are there as a whole or not at all: written beside their place, and renamed in one step."""
 
 import contextlib
+import errno
 import logging
 import os
 import pathlib
@@ -14,6 +15,8 @@ from jaxinfer.surrogates import not_unicode
 
 log = logging.getLogger("jaxinfer")
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What writing alone fails with."""
 UNFINISHED = ".unfinished-"
 _LOCK = "lock"
 """Held by the process that writes: where it is free, the process has gone."""
@@ -27,7 +30,7 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
     Where the block raises, nothing is left, and a warning says so; what a killed process leaves is removed, with a
     warning, when the same path is written again. Raises FileExistsError where there is something at `path`, and where
-    another process is writing it.
+    another process is writing it. An OSError of a disk that is full names `path`, whichever file it was.
     """
     check_free(path)
     try:
@@ -52,6 +55,10 @@ def written_whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
         except OSError:  # two began at the same moment, and the other has ended first
             _check_absent(path)
             raise
+    except OSError as error:
+        if error.errno in FULL:
+            error.filename = os.fspath(path)
+        raise
     finally:
         if folder.exists():
             lock.release()

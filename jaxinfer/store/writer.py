@@ -2,10 +2,14 @@
 
 import contextlib
 import dataclasses
+import errno
+import gc
 import json
 import logging
 import os
 import pathlib
+import re
+import shutil
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -72,13 +76,22 @@ class StoreWriter:
         return self._stack.__exit__(*details)
 
     def write(self, piece: str, fields: Mapping[str, DeviceWeight]) -> None:
-        """Writes the weights of one piece."""
+        """Writes the weights of one piece. Raises OSError where the system does not let it, such as on a full disk."""
         arrays = {name: array for field, weight in fields.items() for name, array in named_arrays(weight, field)}
         self._described[piece] = {field: describe(weight) for field, weight in fields.items()}
         for name, array in arrays.items():
             self._checksums[f"{WEIGHTS}/{piece}/{name}"] = checksum(np.asarray(array))
+        _check_room(self._folder, arrays.values())  # Orbax fails late, and in several threads
         with _quiet_orbax() as ocp:
-            self._orbax.save(self._folder / WEIGHTS / piece, args=ocp.args.PyTreeSave(arrays))
+            try:
+                self._orbax.save(self._folder / WEIGHTS / piece, args=ocp.args.PyTreeSave(arrays))
+                return
+            except (OSError, ValueError) as error:
+                number = os_error_number(error)
+                if number is None:
+                    raise
+            gc.collect()  # asyncio's tasks that failed beside the first print that when they go: here it is not heard
+            raise OSError(number, os.strerror(number), os.fspath(self.path))
 
     def write_all(self, pieces: Iterable[Piece]) -> None:
         """Writes pieces as they come, holding one at a time."""
@@ -122,9 +135,26 @@ def add_quality(path: str | os.PathLike[str], quality: Mapping[str, Any]) -> Non
     write_manifest(folder, content | {"quality": dict(quality)})
 
 
+def os_error_number(error: Exception) -> int | None:
+    """The system's number of an OSError, and of a ValueError in which TensorStore passes one on; None of others."""
+    if isinstance(error, OSError):
+        return error.errno
+    number = re.search(r"\[os_error_code='(\d+)'", str(error))
+    return None if number is None else int(number[1])
+
+
+def _check_room(folder: pathlib.Path, arrays: Iterable[Any]) -> None:
+    """Raises OSError where the disk has less room than arrays and a block of what describes each will take."""
+    usage, block = shutil.disk_usage(folder), 4096
+    needed = sum(-(-array.nbytes // block) * block + block for array in arrays)
+    if usage.total > 0 and usage.free < needed:  # a file system that cannot tell says 0 of 0
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(folder))
+
+
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[types.ModuleType]:
-    """Orbax, without a warning for each checkpoint that it has none of the files that other options would give it.
+    """Orbax, without a warning for each checkpoint that it has none of the files that other options would give it, and
+    without a traceback of each thread and task that failed: the error that it raises says the same.
 
     It logs by absl, already while it is imported, and absl calls `logging.basicConfig` where the root logger has no
     handler. The program's own call would do nothing afterwards, so a handler stands there meanwhile: the one by which
@@ -137,13 +167,15 @@ def _quiet_orbax() -> Iterator[types.ModuleType]:
     try:
         import orbax.checkpoint as ocp
 
-        logger = logging.getLogger("absl")  # not before the import: absl's is of a class of its own
-        level = logger.level
-        logger.setLevel(logging.ERROR)
+        loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]  # after the import: absl's class is its own
+        levels = [logger.level for logger in loggers]
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
         try:
             yield ocp
         finally:
-            logger.setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
     finally:
         if is_bare:
             root.removeHandler(placeholder)
