@@ -199,7 +199,7 @@ def test_explain_gives_each_backend_its_reason(monkeypatch):
         Choice("reference", True, "asked for"),
     ]
     monkeypatch.setenv("JAXINFER_KERNELS", "mosaic")
-    with pytest.raises(ValueError, match="JAXINFER_KERNELS=mosaic: .* this process has no GPU; unset it to let"):
+    with pytest.raises(ValueError, match=r"JAXINFER_KERNELS=mosaic: .* this process has no GPU; unset it to let"):
         paged_attention(**arguments_of())
     pages = jnp.zeros((4, 2, 8, 24), jnp.bfloat16)
     refused = arguments_of(q=jnp.zeros((2, 1, 4, 24), jnp.bfloat16), k_pages=pages, v_pages=pages)
