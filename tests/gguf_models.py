@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import gguf_files
 import numpy as np
 
 from checkpoints.names import check_complete
@@ -93,6 +95,16 @@ def gguf_model(
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
     tensors = {name: TensorInfo(name, shape, "F32", 4 * math.prod(shape)) for name, shape in shapes.items()}
     return GGUFModel(metadata, tensors, dict(rope_tensors or {}))
+
+
+def write_packed(path: pathlib.Path, model: GGUFModel, kind: str) -> pathlib.Path:
+    """A file of the model whose matrices are random codes of one kind; its vectors are ones."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: np.ones(info.shape, np.float32) if len(info.shape) == 1 else gguf_files.packed(rng, kind, *info.shape)
+        for name, info in model.tensors.items()
+    }
+    return gguf_files.write(path, model.metadata, tensors)
 
 
 def block_shapes(arch: str, hidden: int, ff: int, q: int, kv: int, dim: int, bias: bool) -> dict[str, tuple[int, ...]]:

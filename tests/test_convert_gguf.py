@@ -129,12 +129,7 @@ def test_codes_of_a_gguf_file_are_kept(kind: str, tmp_path: pathlib.Path) -> Non
         "llama", layers=1, hidden=64, ff=64, heads=4, kv_heads=2, context=64, vocab=64, output=True,
         tokenizer__ggml__eos_token_id=3,
     )  # fmt: skip
-    rng = np.random.default_rng(0)
-    tensors = {
-        name: np.ones(info.shape, np.float32) if len(info.shape) == 1 else gguf_files.packed(rng, kind, *info.shape)
-        for name, info in model.tensors.items()
-    }
-    source = gguf_files.write(tmp_path / "m.gguf", model.metadata, tensors)
+    source = gguf_models.write_packed(tmp_path / "m.gguf", model, kind)
     out = export(source, tmp_path / "out", format="compressed-tensors", progress=False)
     packed, expected = (load(path, dtype="bfloat16", packed=True, progress=False).params for path in (out, source))
     assert same(packed.layers, expected.layers)

@@ -341,12 +341,7 @@ def test_packed_weights_are_the_decoded_ones(tmp_path: pathlib.Path, monkeypatch
         arch, layers=1, hidden=256, ff=256, heads=4, kv_heads=2, context=64, vocab=64, output=True,
         rope__dimension_count=64,
     )  # fmt: skip
-    rng = np.random.default_rng(0)
-    tensors = {
-        name: np.ones(info.shape, np.float32) if len(info.shape) == 1 else gguf_files.packed(rng, kind, *info.shape)
-        for name, info in model.tensors.items()
-    }
-    path = gguf_files.write(tmp_path / "m.gguf", model.metadata, tensors)
+    path = gguf_models.write_packed(tmp_path / "m.gguf", model, kind)
     decoded = load(path, dtype="float32", packed=False, progress=False).params
     packed = load(path, dtype="float32", packed=True, progress=False).params
     identity = jnp.eye(256, dtype=jnp.float32)

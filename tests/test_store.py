@@ -19,7 +19,6 @@ from typing import Any
 
 import families
 import gguf_conversion
-import gguf_files
 import gguf_models
 import jax
 import jax.numpy as jnp
@@ -221,12 +220,7 @@ def test_code_books_of_a_gguf_file_stay_as_they_are(kind: str, tmp_path: pathlib
         "llama", layers=1, hidden=256, ff=256, heads=2, kv_heads=1, context=64, vocab=64, output=True,
         rope__dimension_count=128,
     )  # fmt: skip
-    rng = np.random.default_rng(0)
-    tensors = {
-        name: np.ones(info.shape, np.float32) if len(info.shape) == 1 else gguf_files.packed(rng, kind, *info.shape)
-        for name, info in model.tensors.items()
-    }
-    source = gguf_files.write(tmp_path / "m.gguf", model.metadata, tensors)
+    source = gguf_models.write_packed(tmp_path / "m.gguf", model, kind)
     out = create(source, tmp_path / "store")
     expected, actual = (load(path, dtype="bfloat16", packed=True, progress=False) for path in (source, out))
     assert actual.params.layers[0].down.book is not None
