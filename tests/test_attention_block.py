@@ -15,6 +15,7 @@ from simulated_warp import Cluster, SimulatedWarp, run_cluster
 from simulated_wide_warp import Barriers, SimulatedWideWarp
 
 from jaxinfer import kv_cache
+from jaxinfer.batch import pool_pages
 from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.decoder import forward
 from jaxinfer.layers import packed_attention
@@ -284,11 +285,19 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(case, rotary_dim=20) == "it rotates a multiple of 8 dimensions, not 20"
     wide = dataclasses.replace(case, q_heads=16, tokens=2)
     assert refusal(wide) == "it takes 8 KV heads of 8 query rows, not 1 of 32"
-    long = dataclasses.replace(case, pages=129)
-    assert refusal(long) == "it is for page tables of up to 2048 places, not 2064"
+    long = dataclasses.replace(case, pages=130)
+    assert refusal(long) == "it is for page tables of up to 2064 places, not 2080"
     large = dataclasses.replace(case, q_heads=4, tokens=2, head_dim=128, group_size=16)
     assert refusal(large) is None
     assert str(refusal(large, scales=jnp.float32)).endswith("bytes of shared memory, more than 231424")
+
+
+def test_a_table_with_room_for_drafted_tokens_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of 15 tokens take a page behind the widest table that is taken without."""
+    monkeypatch.setattr(int4_api.dispatch, "hopper_refusal", lambda: None)
+    for spare in (0, 15):
+        pages = pool_pages(1, 2048, spare) - 1  # less the scratch page
+        assert refusal(dataclasses.replace(CASES[0], pages=pages)) is None
 
 
 def test_why_a_layer_is_not_one_kernel_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

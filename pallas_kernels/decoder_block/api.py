@@ -16,8 +16,10 @@ from pallas_kernels.paged_attention.api import mosaic_refusal as attention_refus
 from pallas_kernels.paged_attention.new_token import DecodePlan
 from pallas_kernels.paged_attention.plan import Plan
 
-MOST_TOKENS, MOST_KV_HEADS, MOST_ROOM = 2, 8, 2048
-"""Tokens, clusters that are on the card at once, and places of a page table."""
+MOST_TOKENS, MOST_KV_HEADS = 2, 8
+"""Tokens, and clusters that are on the card at once."""
+MOST_ROOM = 2048 + 16
+"""Places of a page table: those of 2,048 tokens, and the page behind them that drafted tokens may need."""
 MOST_SLICES = 16
 """Every block reads them all."""
 MOST_ROWS = 8
