@@ -1,5 +1,6 @@
 """Compiled programs kept on disk, so that the second process that runs a model compiles nothing."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -16,7 +17,9 @@ log = logging.getLogger("jaxinfer")
 
 SWITCH = "JAXINFER_COMPILATION_CACHE"
 MAX_BYTES = 4 * 2**30
-"""Room for several hundred programs of a large model; the least recently used are dropped beyond it."""
+"""Room for several hundred programs of a large model. What is beyond it, the least recently used, is dropped when a
+process turns the cache on: JAX's own bound (jax_compilation_cache_max_size) takes a lock and lists the folder for each
+program, so that threads that compile side by side time out, with a warning for each program."""
 LEAST_FREE_BYTES = 64 * 2**20
 """Of the disk, to begin with: JAX warns twice of each program that it cannot write."""
 
@@ -24,7 +27,7 @@ LEAST_FREE_BYTES = 64 * 2**20
 def enable_persistent_cache() -> pathlib.Path | None:
     """Turns on JAX's persistent compilation cache for this process and returns its folder; None if it stays off.
 
-    `load` calls it. The folder is `xla` in jaxinfer's cache folder and holds at most `MAX_BYTES`. What the user has
+    `load` calls it. The folder is `xla` in jaxinfer's cache folder, brought down to `MAX_BYTES` here. What the user has
     configured stays: a folder of their own (JAX_COMPILATION_CACHE_DIR or jax_compilation_cache_dir) with its size and
     threshold, or no cache at all (JAX_ENABLE_COMPILATION_CACHE=false, or JAXINFER_COMPILATION_CACHE=off here). Raises
     ValueError for another value of JAXINFER_COMPILATION_CACHE than on or off.
@@ -50,6 +53,7 @@ def enable_persistent_cache() -> pathlib.Path | None:
         try:
             # Others who can write here could have this process run their code, as JAX's documentation warns.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _drop_oldest(folder, MAX_BYTES)
             if not os.access(folder, os.W_OK):
                 reason = os.strerror(errno.EACCES)
             elif shutil.disk_usage(folder).free < LEAST_FREE_BYTES:
@@ -60,14 +64,29 @@ def enable_persistent_cache() -> pathlib.Path | None:
             log.warning("compiled programs are not kept: %s: %s; JAXINFER_CACHE chooses another folder", folder, reason)
             return None
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        _set_unless_chosen("jax_compilation_cache_max_size", MAX_BYTES, default=-1)
         configured = str(folder)
     # By default JAX keeps no program that compiled in under a second: a process runs dozens of such small ones.
-    _set_unless_chosen("jax_persistent_cache_min_compile_time_secs", 0.0, default=1.0)
+    option = "jax_persistent_cache_min_compile_time_secs"
+    if option.upper() not in os.environ and getattr(jax.config, option) == 1.0:  # nobody has chosen another
+        jax.config.update(option, 0.0)
     return pathlib.Path(configured)
 
 
-def _set_unless_chosen(option: str, value: float | int, *, default: float | int) -> None:
-    """Sets an option of JAX that the user has set neither in the environment nor in this process."""
-    if option.upper() not in os.environ and getattr(jax.config, option) == default:
-        jax.config.update(option, value)
+def _drop_oldest(folder: pathlib.Path, most_bytes: int) -> None:
+    """Removes the files in a folder that were used least recently, until the others have at most so many bytes.
+
+    Another process may do the same, or read what goes: then it compiles.
+    """
+    found = []
+    for file in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            if file.is_file(follow_symlinks=False):
+                status = file.stat(follow_symlinks=False)
+                found.append((max(status.st_atime, status.st_mtime), status.st_size, file.path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= most_bytes:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        total -= size

@@ -12,7 +12,7 @@ import jax
 import markov
 import pytest
 
-from jaxinfer.compilation import MAX_BYTES, SWITCH, enable_persistent_cache
+from jaxinfer.compilation import SWITCH, enable_persistent_cache
 
 COUNT_CACHE_EVENTS = """
 import collections, json, sys
@@ -79,13 +79,35 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[p
         jax.config.update(option, value)
 
 
-def test_cache_is_bounded_private_and_has_no_minimum_compile_time(fresh: pathlib.Path) -> None:
+def test_cache_is_private_and_has_no_minimum_compile_time(fresh: pathlib.Path) -> None:
     assert enable_persistent_cache() == fresh / "xla"
     assert (fresh / "xla").stat().st_mode & 0o777 == 0o700
     assert jax.config.jax_compilation_cache_dir == str(fresh / "xla")
-    assert jax.config.jax_compilation_cache_max_size == MAX_BYTES
+    assert jax.config.jax_compilation_cache_max_size == -1  # JAX's own bound makes threads wait for each other
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
     assert enable_persistent_cache() == fresh / "xla"
+
+
+def test_what_was_used_least_recently_goes_when_the_cache_has_become_too_large(
+    fresh: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fresh / "xla"
+    (folder / "autotuning").mkdir(parents=True)
+    for age, name in enumerate(("new-cache", "used-cache", "old-cache", "oldest-cache")):
+        (folder / name).write_bytes(bytes(100))
+        os.utime(folder / name, (1e9 - age, 1e9 - age))
+    os.utime(folder / "used-cache", (2e9, 1e9 - 1))  # written before "new", read after
+
+    def left_of(most_bytes: int) -> set[str]:
+        monkeypatch.setattr("jaxinfer.compilation.MAX_BYTES", most_bytes)
+        jax.config.update("jax_compilation_cache_dir", None)
+        enable_persistent_cache()
+        return {file.name for file in folder.iterdir()} - {"autotuning"}
+
+    assert left_of(400) == {"new-cache", "used-cache", "old-cache", "oldest-cache"}
+    assert left_of(399) == {"new-cache", "used-cache", "old-cache"}
+    assert left_of(100) == {"used-cache"}
+    assert (folder / "autotuning").is_dir()
 
 
 def test_folder_and_options_of_the_user_stay(fresh: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
