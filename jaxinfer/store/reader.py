@@ -87,21 +87,24 @@ class Store:
         with progress_bar(
             total=self.nbytes, unit="B", unit_scale=True, desc=f"Loading {name}", shown=progress, leave=False
         ) as bar:
+            in_flight: collections.deque[tuple[int, DeviceWeight]] = collections.deque()
+            on_the_way = 0  # bytes that the host may keep until the device has them
             for piece, specs in self.specs():
                 fields: dict[str, DeviceWeight] = {}
-                on_the_way = 0  # bytes that the host may keep until the device has them
                 for field, spec in specs.items():
                     described, where = self.manifest.weights[piece][field], f"{self.path}: {piece}.{field}"
                     host = filled(described, arrays, where)
                     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(host))
-                    if on_the_way + num_bytes > AHEAD_BYTES:
-                        jax.block_until_ready(fields)
-                        on_the_way = 0
+                    # The device takes some arrays while the next ones are read and checked.
+                    while in_flight and on_the_way + num_bytes > AHEAD_BYTES:
+                        size, oldest = in_flight.popleft()
+                        jax.block_until_ready(oldest)
+                        on_the_way -= size
                     fields[field] = _placed(host, described, spec.is_norm, dtype, where)
                     del host
+                    in_flight.append((num_bytes, fields[field]))
                     on_the_way += num_bytes
                     bar.update(num_bytes)
-                jax.block_until_ready(fields)
                 yield piece, fields
 
     def host_weight(self, piece: str, field: str) -> Any:
