@@ -66,7 +66,8 @@ def options_for(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _shares(order: str, parts: int) -> Iterable[int]:
     """Numbers of rows that decode programs exist for, in parts of the batch, none below an eighth of it."""
-    return (parts // 2, parts) if order == "longest" else range(parts // 8, parts + 1)
+    # Of this workload, longest first, a step has a little more than half of the requests.
+    return (parts // 2, parts // 2 + 1, parts) if order == "longest" else range(parts // 8, parts + 1)
 
 
 def times(engine: Any) -> str:
