@@ -177,6 +177,34 @@ def test_pieces_are_laid_into_calls_row_by_row() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [
+        ((19,), [(16, 16), (3, 8)]),  # 24 places instead of 32
+        ((21, 4), [(25, 32)]),  # 16 and 16 would be no fewer
+        ((16, 1, 1, 1), [(16, 16), (3, 8)]),
+        ((16, 1, 1, 1, 1), [(20, 32)]),  # a call of 8 tokens has three rows
+        ((32, 9), [(32, 32), (9, 16)]),
+        ((32, 32, 17), [(32, 32), (32, 32), (16, 16), (1, 8)]),
+    ],
+)
+def test_what_is_left_is_split_where_that_saves_a_quarter(lengths, sizes) -> None:
+    config = dataclasses.replace(cases.CONFIG, prefill_tile=4, prefill_lengths=(8, 16, 32), max_prefill_tokens=256)
+    programs = Programs(
+        cases.model(), settle(config, cases.model()), kv_cache.create(cases.model().config, 2, 4, jnp.float32)
+    )
+    pieces, requests = [], {}
+    for length in lengths:
+        sequence = Sequence(cases.prompt(length), length, 1, 0)
+        requests[sequence] = requests_for(cases.model(), [sequence.tokens], cases.params(max_tokens=1))[0]
+        pieces.append(Piece(sequence, 0, length, True))
+    calls = list(calls_for(pieces, requests, programs))
+    assert [(sum(row.length for row in call.pieces), call.size.num_ordered) for call in calls] == sizes
+    assert [row.start for call in calls for row in call.pieces] == [
+        start for length in lengths for start in range(0, length, 4)
+    ]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     tile=st.sampled_from([None, 4]),
@@ -189,7 +217,7 @@ def test_calls_hold_every_token_once_in_order(tile, two_weights, shapes) -> None
     """Pieces (start, length, last, after others, scored) of prompts of 12 tokens and what was generated after them. No
     call needs a program that `warmup` does not know."""
     model = dataclasses.replace(cases.model(), prefill_params=cases.model().params if two_weights else None)
-    lengths = (8, 16) if tile else (4, 8, 16)
+    lengths = (8, 16, 32) if tile else (4, 8, 16)
     config = dataclasses.replace(cases.CONFIG, prefill_tile=tile, prefill_lengths=lengths, max_prefill_tokens=64)
     programs = Programs(model, settle(config, model), kv_cache.create(model.config, 2, 4, jnp.float32))
     pieces, requests = [], {}
