@@ -287,6 +287,18 @@ def test_gated_block_lowers_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("custom_call @mosaic_gpu") == 3  # the norm, the first product, the second
 
 
+def test_cublas_writes_a_products_results_in_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of rows behind a norm too: in float32 they would be written and read once more."""
+    monkeypatch.setattr(dispatch, "hopper_refusal", lambda: None)
+    weight, rows = described(64, 256, 128, "zero_point"), wide_tuning.DEQUANTIZED_ROWS
+    x, norm = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.float32)
+    product = jax.jit(lambda x, norm, weight: int4_matmul_fused(x, weight, norm=norm))
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        text = product.trace(x, norm, weight).lower(lowering_platforms=("cuda",)).as_text()
+    assert [line.split("-> ")[1] for line in text.splitlines() if "dot_general" in line] == [f"tensor<{rows}x64xbf16>"]
+
+
 def behind_attention(x: jax.Array, heads: jax.Array, norm: jax.Array, o, gate_up, down, qkv) -> list[jax.Array]:
     """From attention to the next layer's: its result, x behind both branches, and the next queries, keys, values."""
     partial, after = int4_gated_mlp_of_sum(x, int4_slices(heads, o), gate_up, down, norm=norm)
