@@ -32,7 +32,7 @@ from pallas_kernels.int4_matmul import (
     wide_norm,
     wide_tuning,
 )
-from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import Part, WidePlan, WideSchedule
 from pallas_kernels.token_order import STAGE, TokenOrder, ordered
 
 BF16 = ml_dtypes.bfloat16
@@ -80,6 +80,8 @@ def truncation(plan: WidePlan) -> float:
         (20, 200, 384, 128, "zero_point", WideSchedule(24, stages=3, blocks=1)),
         (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=3, slices=2, blocks=3, turns=True)),
         (40, 136, 320, 64, "minimum", WideSchedule(16, tiles=2, stages=2, blocks=2)),
+        (40, 300, 320, 64, "zero_point", WideSchedule(8, warpgroups=1, slices=2, stages=2, blocks=3, together=2)),
+        (64, 136, 256, 128, "symmetric", WideSchedule(16, stages=2, cluster=2, blocks=4, together=2)),
         (17, 40, 200, 16, "zero_point", WideSchedule(8, warpgroups=1, stages=2, cluster=2, blocks=2)),
         (33, 264, 640, -1, "minimum", WideSchedule(24, warpgroups=4, slices=3, stages=2)),
         (33, 520, 256, 256, "zero_point", WideSchedule(48, tiles=2, cluster=4, stages=2, blocks=4)),
@@ -424,6 +426,37 @@ def test_schedules_fit_the_card(group_size: int) -> None:
         assert schedule.slices <= plan.steps
         assert schedule.stages >= 3
         assert plan.token_tiles * schedule.tokens < rows + 8 * plan.token_tiles
+
+
+def test_tokens_are_multiplied_in_groups_where_they_do_not_stay_in_the_cache() -> None:
+    def groups(rows: int, hidden: int, features: int) -> list[tuple[int, int]]:
+        weights = described(2 * features, hidden, 128, "zero_point"), described(hidden, features, 128, "zero_point")
+        return [(s.tokens, s.together) for s in wide_tuning.gated_schedules(rows, *weights)]
+
+    assert groups(16384, 4096, 14336) == [(128, 16), (256, 8)]
+    assert [together for _, together in groups(4096, 4096, 14336)] == [0, 0]
+    assert [together for _, together in groups(8192, 1024, 2048)] == [0, 0]  # 16 and 32 MB
+
+
+class Numbers:
+    """As much of a warp as a part asks for."""
+
+    integer = staticmethod(int)
+
+    @staticmethod
+    def select(condition: bool, a: int, b: int) -> int:
+        return a if condition else b
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(64, [4, 4]), (72, [4, 4, 1])])
+def test_a_group_of_tokens_meets_all_weights_before_the_next_one(rows: int, groups: list[int]) -> None:
+    schedule = WideSchedule(8, slices=2, together=4)
+    plan = WidePlan.of(rows, described(640, 256, 128, "zero_point"), schedule)
+    parts = [Part(Numbers(), plan, index, 0) for index in range(plan.parts)]
+    found = [(part.token_tile, part.slice, part.first_strip) for part in parts]
+    tiles = [[*range(4 * i, 4 * i + count)] for i, count in enumerate(groups)]
+    assert [tile for tile, _, _ in found] == [tile for group in tiles for _ in range(10) for tile in group]
+    assert len(set(found)) == plan.parts == 10 * sum(groups)  # five parts of 128 features, two slices
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ compiled(product, array(jnp.bfloat16, rows, k), array(jnp.float32, k), *weights)
         (80, 12288, "gated"),  # gates and others of different warps
         (240, 14336, "gated"),  # of one tile of all tokens
         (256, 14336, "gated"),
+        (16384, 14336, "gated"),  # in groups of tokens
     ],
 )
 def test_products_are_not_serialised_and_nothing_is_spilled(

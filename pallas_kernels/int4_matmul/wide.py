@@ -66,7 +66,7 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
     parts = (plan.parts + (plan.clusters - 1) - cluster) // plan.clusters
 
     def part(i: Any) -> Part:
-        return Part(plan, cluster + i * plan.clusters, rank)
+        return Part(w, plan, cluster + i * plan.clusters, rank)
 
     def produce() -> None:
         if schedule.warpgroups in REGISTERS:

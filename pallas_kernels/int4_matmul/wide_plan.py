@@ -34,6 +34,9 @@ class WideSchedule:
 
     `turns`: the multiplying warpgroups take turns at the tensor cores, two in a stage, so that one unpacks while
     another multiplies.
+
+    `together`: so many tiles of tokens are multiplied by all weights before the next ones are (0: all of them), so that
+    x stays in the L2 cache where it is larger than that.
     """
 
     tokens: int = 64
@@ -44,6 +47,7 @@ class WideSchedule:
     stages: int = 4
     blocks: int = 132
     turns: bool = False
+    together: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,12 +236,28 @@ class WidePlan:
 class Part:
     """The part of the product that a block works on: some features of some tokens over some of the stages."""
 
-    def __init__(self, plan: WidePlan, index: Any, rank: Any):
+    def __init__(self, w: Any, plan: WidePlan, index: Any, rank: Any):
         """The blocks of a cluster have neighbouring features."""
         slices, cluster = plan.schedule.slices, plan.schedule.cluster
-        self.token_tile, rest = index % plan.token_tiles, index // plan.token_tiles
+        self.token_tile, rest = _token_tile(w, plan, index)
         self.slice, features = rest % slices, rest // slices
         self.first_strip = (features * cluster + rank) * plan.part_strips
         """Of the results."""
         self.first_step = self.slice * plan.steps // slices
         self.count = (self.slice + 1) * plan.steps // slices - self.first_step
+
+
+def _token_tile(w: Any, plan: WidePlan, index: Any) -> tuple[Any, Any]:
+    """Of a part, and which of the parts of that tile it is."""
+    tiles, together = plan.token_tiles, plan.schedule.together
+    if not 0 < together < tiles:
+        return index % tiles, index // tiles
+    of_tile = plan.parts // tiles
+    first = index // (together * of_tile) * together
+    within = index - first * of_tile
+    tile, rest = within % together, within // together
+    fewer = tiles % together
+    if fewer:  # are left at the end
+        last = w.integer(tiles - fewer) <= first
+        tile, rest = w.select(last, within % fewer, tile), w.select(last, within // fewer, rest)
+    return first + tile, rest
