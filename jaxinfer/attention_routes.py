@@ -13,7 +13,9 @@ from jaxinfer.layers.rope import apply_rope
 from jaxinfer.layers.tiered_attention import decode_older, merged, prefill_older
 from jaxinfer.tiers import LayerPages
 from jaxinfer.tokens import Tokens
+from pallas_kernels.int4_matmul import Ordered
 from pallas_kernels.paged_attention import decode_attention, paged_attention
+from pallas_kernels.token_order import TokenOrder
 
 
 def rotated_heads(
@@ -43,10 +45,11 @@ def decode_few(
     layer_config: LayerConfig,
     tokens: Tokens,
     config: ModelConfig,
-) -> tuple[Float[Array, "batch tokens q_size"], PagedKVCache]:
+    order: TokenOrder | None = None,
+) -> tuple[Float[Array, "batch tokens q_size"] | Ordered, PagedKVCache]:
     """One new token a row, or as many as are verified: everything between the projections is one kernel where there is.
 
-    Older tiers are read by themselves.
+    Older tiers are read by themselves. With `order`, which is for rows without them, the heads come in that.
     """
     store, place = pages.store, pages.place
     cos, sin, interleaved = None, None, False
@@ -73,7 +76,10 @@ def decode_few(
         k_scales=key_scales,
         v_scales=value_scales,
         return_lse=bool(pages.older),
+        order=order,
     )
+    if order is not None:
+        return Ordered(out, (*qkv.shape[:2], config.num_heads * config.head_dim)), store.with_layer(place, *pools)
     if pages.older:
         lse, *pools = pools
         queries = qkv[:, :, : config.num_heads * config.head_dim]

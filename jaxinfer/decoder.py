@@ -12,16 +12,17 @@ from jaxinfer import kv_cache
 from jaxinfer.attention_routes import attend, decode_few, rotated_heads
 from jaxinfer.config import ModelConfig
 from jaxinfer.layers.embedding import embed, head
-from jaxinfer.layers.linear import Weight, add_linear, linear, norm_linear_of
+from jaxinfer.layers.linear import Weight, add_linear, add_order, linear, norm_linear_of
 from jaxinfer.layers.mlp import gated_hidden, is_packed_mlp, packed_mlp
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.packed_attention import packed_attention
 from jaxinfer.layers.residual import Pending, Residual, settled
 from jaxinfer.layers.rope import rope_tables
-from jaxinfer.tiers import KVCache, PageTable, layer_pages, with_store
+from jaxinfer.tiers import KVCache, LayerPages, PageTable, layer_pages, with_store
 from jaxinfer.tokens import Stage, Tokens, one_token
-from pallas_kernels.int4_matmul import sum_slices
+from pallas_kernels.int4_matmul import Ordered, sum_slices
 from pallas_kernels.paged_attention import MAX_TOKENS
+from pallas_kernels.token_order import TokenOrder
 
 # The pytrees are exempt from run-time type checks: JAX rebuilds pytrees around placeholders, as in `lower`.
 
@@ -79,8 +80,11 @@ def attention_block[Cache: KVCache](
     layer: int,
     tokens: Tokens,
     config: ModelConfig,
-) -> tuple[Float[Array, "batch tokens q_size"], Cache | None]:
-    """Rotates, appends to the cache, attends: the heads' results, side by side."""
+) -> tuple[Float[Array, "batch tokens q_size"] | Ordered, Cache | None]:
+    """Rotates, appends to the cache, attends: the heads' results, side by side.
+
+    Those of decode steps come in the order in which the output projection takes them, where it has one.
+    """
     batch, length, _ = qkv.shape
     layer_config = config.layers[layer]
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -89,7 +93,8 @@ def attention_block[Cache: KVCache](
         assert tokens.page_table is not None
         pages = layer_pages(cache, layer, tokens.positions, tokens.page_table)
     if pages is not None and tokens.stage == "decode" and length <= MAX_TOKENS and config.qk_norm != "full":
-        out, store = decode_few(qkv, params.q_norm, params.k_norm, pages, layer_config, tokens, config)
+        order = heads_order(params, qkv, pages, config)
+        out, store = decode_few(qkv, params.q_norm, params.k_norm, pages, layer_config, tokens, config, order)
         assert cache is not None
         return out, with_store(cache, layer, store)
     q, k, v = jnp.split(qkv, [q_size, q_size + kv_size], axis=-1)
@@ -106,6 +111,17 @@ def attention_block[Cache: KVCache](
         pages, cache = dataclasses.replace(pages, store=store), with_store(cache, layer, store)
     out = attend(q, k, v, pages, layer_config, tokens, config)
     return out.reshape(batch, length, q_size), cache
+
+
+def heads_order(
+    params: LayerParams, qkv: Float[Array, "batch tokens qkv"], pages: LayerPages, config: ModelConfig
+) -> TokenOrder | None:
+    """The order in which `add_branch` takes the heads' results of a decode step; None: as rows."""
+    if params.o_bias is not None or params.attn_post_norm is not None or config.residual_multiplier != 1.0:
+        return None
+    if pages.older or (pages.store.format is None and pages.store.keys[pages.place].dtype != qkv.dtype):
+        return None  # results are merged, or of another type
+    return add_order(qkv[:, :, : config.num_heads * config.head_dim], params.o)  # queries are like their results
 
 
 def one_kernel[Cache: KVCache](
@@ -150,14 +166,14 @@ def one_kernel[Cache: KVCache](
 
 def add_branch(
     x: Float[Array, "batch tokens hidden"],
-    out: Float[Array, "batch tokens features"],
+    out: Float[Array, "batch tokens features"] | Ordered,
     weight: Weight,
     bias: Float[Array, " hidden"] | None,
     post_norm: Float[Array, " hidden"] | None,
     config: ModelConfig,
 ) -> Residual:
     """x + multiplier * norm(linear(out)); norm and multiplier only where the family has them."""
-    if bias is None and post_norm is None and config.residual_multiplier == 1.0:
+    if isinstance(out, Ordered) or (bias is None and post_norm is None and config.residual_multiplier == 1.0):
         return add_linear(x, out, weight)
     return joined(x, linear(out, weight, bias), post_norm, config)
 
@@ -198,7 +214,9 @@ def decoder_layer[Cache: KVCache](
         else:
             qkv, x = norm_linear_of(x, params.attn_norm, config.norm_eps, params.qkv, params.qkv_bias)
             heads, cache = attention_block(params, tokens.in_rows(qkv), cache, layer, tokens, config)
-            if wanted is None:
+            if isinstance(heads, Ordered):
+                pass  # of decode steps, which compute all their tokens in rows
+            elif wanted is None:
                 heads = tokens.out_of_rows(heads)
             else:
                 x, heads = tokens.one(x, wanted), one_token(heads, wanted)

@@ -1,5 +1,7 @@
 """The affine map that every projection is."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,14 +11,17 @@ from jaxinfer.layers.residual import Pending, Residual, settled
 from jaxinfer.layers.weights import BlockCodes, PermutedInputs, ScaledCodes, StackedOutputs, Weight
 from pallas_kernels.byte_matmul import byte_matmul
 from pallas_kernels.int4_matmul import (
+    Ordered,
     Packed,
     fused_refusal,
     int4_matmul,
     int4_matmul_fused,
     int4_matmul_of_sum,
     int4_slices,
+    product_order,
     slices_refusal,
 )
+from pallas_kernels.token_order import TokenOrder
 
 
 def linear(
@@ -98,10 +103,23 @@ def norm_linear_of(
     return norm_linear(x, norm, eps, weight, bias), x
 
 
+def add_order(like: Float[Array, "*batch in_features"], weight: Weight) -> TokenOrder | None:
+    """The order in which `add_linear` takes an x like this best, from whoever can write it so; None: as it is."""
+    if not isinstance(weight, Packed) or fused_refusal(like, weight, residual=True) is None:
+        return None
+    return product_order(math.prod(like.shape[:-1]), like.dtype, weight)
+
+
 def add_linear(
-    residual: Float[Array, "*batch out_features"], x: Float[Array, "*batch in_features"], weight: Weight
+    residual: Float[Array, "*batch out_features"], x: Float[Array, "*batch in_features"] | Ordered, weight: Weight
 ) -> Residual:
-    """residual + `linear`(x, weight): the INT4 kernel for few rows adds it itself, those for many leave it pending."""
+    """residual + `linear`(x, weight): the INT4 kernel for few rows adds it itself, those for many leave it pending.
+
+    They take x in the order of `add_order` too.
+    """
+    if isinstance(x, Ordered):
+        assert isinstance(weight, Packed)
+        return Pending(residual, int4_slices(x, weight))
     if isinstance(weight, Packed):
         if fused_refusal(x, weight, residual=True) is None:
             return int4_matmul_fused(x, weight, residual=residual)

@@ -21,15 +21,18 @@ from pallas_kernels.int4_matmul.packing_int8 import (
     unpack_int8_codes,
 )
 from pallas_kernels.int4_matmul.pending import (
+    Ordered,
     int4_gated_mlp_of_sum,
     int4_matmul_of_sum,
     int4_slices,
+    product_order,
     slices_refusal,
     sum_slices,
 )
 from pallas_kernels.int4_matmul.reference import dequantize
 
 __all__ = [
+    "Ordered",
     "Packed",
     "PackedInt4",
     "PackedInt8",
@@ -48,6 +51,7 @@ __all__ = [
     "int8_to_mosaic",
     "int8_to_triton",
     "is_whole",
+    "product_order",
     "slices_refusal",
     "sum_slices",
     "to_canonical",

@@ -5,6 +5,7 @@ kernel that normalises the sum, and brings it into the next product's order, doe
 matrix the product's kernel itself.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ from pallas_kernels.int4_matmul.api import Backend, fused_refusal, int4_matmul, 
 from pallas_kernels.int4_matmul.mlp import gated_mlp_refusal, gated_slices, int4_gated_mlp
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import Fusion, Plan
+from pallas_kernels.int4_matmul.wide_plan import WidePlan
+from pallas_kernels.token_order import STAGE, TokenOrder
 
 
 def sum_slices(partial: Float[Array, "slices *rows features"], dtype: DTypeLike) -> Float[Array, "*rows features"]:
@@ -26,23 +29,48 @@ def sum_slices(partial: Float[Array, "slices *rows features"], dtype: DTypeLike)
     return wide.added(partial, dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Ordered:
+    """x of `shape` [*rows, in_features], bfloat16, as whoever computed it wrote it in the order of a product.
+
+    `image` is int32, see `product_order` and `token_order.ordered`.
+    """
+
+    image: jax.Array
+    shape: tuple[int, ...]
+
+
+def product_order(rows: int, dtype: DTypeLike, w: Packed, *, backend: Backend | None = None) -> TokenOrder | None:
+    """The order in which `int4_slices` takes so many rows if they are `Ordered`; None if it takes none."""
+    if _slices_refusal(rows, dtype, w, backend) is not None or w.shape[1] % STAGE:
+        return None
+    return WidePlan.of(rows, w, wide_tuning.wide_schedule(rows, w, jax.devices()[0].device_kind)).token_order
+
+
 def int4_slices(
-    x: Float[Array, "*rows in_features"], w: Packed, *, backend: Backend | None = None
+    x: Float[Array, "*rows in_features"] | Ordered, w: Packed, *, backend: Backend | None = None
 ) -> Float[Array, "slices *rows out_features"]:
     """`int4_matmul` as the slices that a kernel left: float32, or one in x's dtype."""
     rows = math.prod(x.shape[:-1])
-    if slices_refusal(x, w, backend=backend) is not None:
+    if not isinstance(x, Ordered) and slices_refusal(x, w, backend=backend) is not None:
         return int4_matmul(x, w, backend=backend)[None]
-    flat = dispatch.in_memory(x.reshape(rows, -1))
     schedule = wide_tuning.wide_schedule(rows, w, jax.devices()[0].device_kind)
-    partial, _ = wide.product(flat, w, schedule=schedule, out_dtype=x.dtype)
+    if isinstance(x, Ordered):
+        options = {"rows": rows, "schedule": schedule, "out_dtype": jnp.dtype(jnp.bfloat16)}
+        partial = wide.product_of_image(x.image, w, **options)
+    else:
+        flat = dispatch.in_memory(x.reshape(rows, -1))
+        partial, _ = wide.product(flat, w, schedule=schedule, out_dtype=x.dtype)
     return partial.reshape(-1, *x.shape[:-1], partial.shape[-1])
 
 
 def slices_refusal(x: Float[Array, "*rows in_features"], w: Packed, *, backend: Backend | None = None) -> str | None:
     """Why no kernel leaves slices; None if one does."""
-    rows = math.prod(x.shape[:-1])
-    choices = dispatch.choose("int4_matmul", refusals_of(rows, x.dtype, x.dtype, w), backend)
+    return _slices_refusal(math.prod(x.shape[:-1]), x.dtype, w, backend)
+
+
+def _slices_refusal(rows: int, dtype: DTypeLike, w: Packed, backend: Backend | None) -> str | None:
+    choices = dispatch.choose("int4_matmul", refusals_of(rows, dtype, dtype, w), backend)
     chosen = next(choice.backend for choice in choices if choice.taken)
     if chosen != "mosaic":
         return f"the {chosen} backend leaves no slices"

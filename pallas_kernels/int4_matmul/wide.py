@@ -237,6 +237,14 @@ def product(
     return launch(image, weight, plan, out_dtype), y
 
 
+@functools.partial(jax.jit, static_argnames=("rows", "schedule", "out_dtype"))
+def product_of_image(
+    image: jax.Array, weight: Packed, *, rows: int, schedule: WideSchedule, out_dtype: jnp.dtype
+) -> jax.Array:
+    """`product` of an x of so many rows that is in the plan's order already."""
+    return launch(image, weight, WidePlan.of(rows, weight, schedule), out_dtype)
+
+
 @functools.partial(jax.jit, static_argnames=("schedules", "norm_eps"))
 def gated_mlp(
     x: jax.Array,

@@ -1,5 +1,6 @@
 """The decode attention op: everything between a layer's qkv projection and its output projection, in one call."""
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -11,6 +12,7 @@ from pallas_kernels.paged_attention import decode_mosaic, decode_reference, refe
 from pallas_kernels.paged_attention.api import refusals
 from pallas_kernels.paged_attention.formats import check_pools
 from pallas_kernels.paged_attention.plan import plan_for
+from pallas_kernels.token_order import STAGE, TokenOrder, ordered
 
 
 def decode_attention(
@@ -34,6 +36,7 @@ def decode_attention(
     k_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     v_scales: Float32[Array, "num_pages kv_heads page_size"] | None = None,
     return_lse: bool = False,
+    order: TokenOrder | None = None,
     backend: Literal["mosaic", "triton", "reference"] | None = None,
     explain: bool = False,
 ) -> Any:
@@ -58,6 +61,8 @@ def decode_attention(
       q_norm, k_norm: RMSNorm weights of the query and key heads (before the rotation), both or neither.
       norm_eps: added to the mean square.
       window, softcap, sinks, k_scales, v_scales, backend, explain: as in `paged_attention`.
+      order: write the output in the order in which a product of packed weights takes it (`product_order`): int32, see
+        `int4_matmul.Ordered`. `num_q_heads * head_dim` must be a multiple of 128 then.
       return_lse: also return the float32 log-sum-exp [batch, tokens, num_q_heads], as `paged_attention` does.
 
     Returns:
@@ -71,6 +76,8 @@ def decode_attention(
     kv = check_pools("decode_attention", qkv.dtype, head_dim, k_pages, v_pages, k_scales, v_scales)
     _validate_rows(qkv, page_table, positions, cos, sin, head_dim)
     _validate_options(q_norm, k_norm, sinks, num_q_heads, head_dim, window, softcap)
+    if order is not None and num_q_heads * head_dim % STAGE:
+        raise ValueError(f"an order is of a multiple of {STAGE} features, not {num_q_heads} x {head_dim}")
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     _, kv_heads, page_size, _ = k_pages.shape
     rotary_dim = 0 if cos is None else 2 * cos.shape[2]
@@ -86,7 +93,7 @@ def decode_attention(
     chosen = next(choice.backend for choice in choices if choice.taken)
     if chosen != "mosaic":
         # The Triton kernel attends; what comes before it is XLA's, as in the reference.
-        return decode_reference.decode_attention(
+        out, *rest = decode_reference.decode_attention(
             *arrays,
             sinks,
             scales,
@@ -100,6 +107,7 @@ def decode_attention(
             head_dim=head_dim,
             return_lse=return_lse,
         )
+        return (out if order is None else ordered(out.reshape(-1, out.shape[-1]), order)), *rest
     attention = plan_for(
         batch=qkv.shape[0],
         tokens=qkv.shape[1],
@@ -114,6 +122,7 @@ def decode_attention(
         sinks=sinks is not None,
         kv=kv,
     )
+    attention = dataclasses.replace(attention, order=order)
     plan = decode_mosaic.DecodePlan(attention, rotary_dim, interleaved, None if norms is None else norm_eps)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     qkv, page_table, positions, rope, norms = dispatch.in_memory((qkv, page_table, positions, rope, norms))

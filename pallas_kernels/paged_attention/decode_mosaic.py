@@ -8,6 +8,7 @@ first: tokens attend themselves as later ones will see them.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from pallas_kernels.paged_attention.new_rows import NewRows
 from pallas_kernels.paged_attention.new_token import Arguments, DecodePlan, NewTokens
 from pallas_kernels.paged_attention.tiles import Pools, Tiles
 from pallas_kernels.paged_attention.warp import Warp
+from pallas_kernels.token_order import image_shape
 
 
 def decode(w: Any, plan: DecodePlan, args: Arguments, row: Any, kv_head: Any, row_block: Any, split: Any) -> None:
@@ -63,6 +65,8 @@ def decode_attention(
 ) -> tuple[jax.Array, ...]:
     """Runs the kernel: output [B, T, Hq * D], pools and scales, updated in place where the caller gives them up.
 
+    With `plan.attention.order` the output is an image in that order.
+
     With `return_lse` the float32 log-sum-exp [B, T, Hq] follows the output.
     """
     attention = plan.attention
@@ -70,7 +74,10 @@ def decode_attention(
     pools = [jax.new_ref(pool) for pool in (k_pages, v_pages, *(scales or ()))]
     operands = [qkv, page_table, positions, *pools]
     operands += [*(rope or ()), *(norms or ()), *(() if sinks is None else (sinks,))]
-    out_type = [jax.ShapeDtypeStruct((*rows, attention.q_heads * attention.head_dim), qkv.dtype)]
+    width = attention.q_heads * attention.head_dim
+    out_type = [jax.ShapeDtypeStruct((*rows, width), qkv.dtype)]
+    if attention.order is not None:
+        out_type = [jax.ShapeDtypeStruct(image_shape(math.prod(rows), width, attention.order), jnp.int32)]
     if return_lse:
         out_type.append(jax.ShapeDtypeStruct((*rows, attention.q_heads), jnp.float32))
 

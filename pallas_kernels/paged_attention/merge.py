@@ -5,6 +5,7 @@ from typing import Any
 
 from pallas_kernels.paged_attention.plan import TASK_BYTES, Plan
 from pallas_kernels.paged_attention.softmax import LOG2_E
+from pallas_kernels.token_order import STAGE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +122,24 @@ def finish(w: Any, plan: Plan, outputs: Outputs, place: Place, task: Any, merged
     inverse = w.select(total > 0.0, w.reciprocal(total), w.const(0.0))
     out = [x * inverse for x in out]
     words = [w.pack_bf16(out[0], out[1]), w.pack_bf16(out[2], out[3])]
-    w.store_words(outputs.out, position * plan.head_dim + piece * 4, words, valid)
+    if plan.order is None:
+        w.store_words(outputs.out, position * plan.head_dim + piece * 4, words, valid)
+    else:
+        # From lane 0: ptxas would hold what follows from the row in registers all along, too many for a third block.
+        row = w.shuffle(place.row, w.const(0, "i32")) * plan.tokens + token
+        _store_ordered(w, plan, outputs.out, row, head * plan.head_dim + piece * 4, words, valid)
     if outputs.lse is not None:
         w.store_f32(outputs.lse, position, (maximum + w.log2(total)) * (1.0 / LOG2_E), valid & (piece < 1))
+
+
+def _store_ordered(w: Any, plan: Plan, out: Any, row: Any, feature: Any, words: list[Any], valid: Any) -> None:
+    """Two words of a row, from a multiple of four features on, as `token_order.ordered` has them in its pieces."""
+    assert plan.order is not None
+    tokens, run = plan.order.tokens, plan.order.run
+    stages = -(-plan.q_heads * plan.head_dim // STAGE)
+    word = feature % 32 // 2
+    first, slot = (word % 4, word // 4) if run == 2 else (word // 8 * 2, word % 8 // 2)
+    piece = row // tokens * (stages * STAGE // 8) + feature // 32 * 4 + first
+    at = (piece * tokens + row % tokens) * 8 + slot * 2
+    for i, value in enumerate(words):
+        w.store_words(out, at + i * (8 * tokens), [value], valid)

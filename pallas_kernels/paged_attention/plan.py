@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.token_order import TokenOrder
+
 KEYS = 16  # keys of a tile: the depth of one mma
 MULTIPROCESSORS = 132  # of an H100 and an H200
 TASK_BYTES = 24  # of a partial result of one task: maximum, sum and four weighted sums
@@ -37,7 +39,8 @@ class Plan:
     `kv` is what pages hold: bfloat16, or a format of `formats.py`. `splits` blocks of `warps` warps share one
     (sequence, KV head, block of query rows); each warp keeps `depth` tiles of 16 keys in flight. `most_halves` limits
     the rows of a block, in units of 8, below what fits in registers. With `late_values` a tile's values are asked for
-    when the weights of the tile before are known, and not with its keys: fewer registers.
+    when the weights of the tile before are known, and not with its keys: fewer registers. `order`: the heads' results
+    are written in the order of the product that follows, instead of as rows.
     """
 
     batch: int
@@ -57,6 +60,7 @@ class Plan:
     depth: int = 2
     most_halves: int | None = None
     late_values: bool = False
+    order: TokenOrder | None = None
 
     @property
     def group(self) -> int:
