@@ -281,6 +281,17 @@ def test_a_lossy_row_takes_the_target_s_token_where_it_rejects():
     assert np.asarray(verdict.tokens)[:, :2].tolist() == [[1, 0]] * 4
 
 
+def test_lossy_modes_accept_what_exact_acceptance_accepts_of_drawn_rows_too():
+    """Exactly 0.6 of what DRAFT draws after token 0; with the target's four most probable tokens whoever draws them,
+    0.1 + 0.3 + 0.05 + 0.4, and of the other two min(p, q) = 0.04 + 0.01."""
+    for mode, expected in ((LossyTopK(1, 1, 1), 0.6), (LossyTopK(4, 4, 4), 0.9)):
+        tokens, accepted = run(SamplingParams(temperature=1.0), acceptance=mode)
+        share = (accepted > 0).mean()
+        assert abs(share - expected) < 4 * np.sqrt(expected * (1 - expected) / ROWS)
+        # What was refused was more probable in the draft, so that what comes in its place is not it.
+        assert not np.isin(tokens[accepted == 0, 0], [3, 4, 5]).any()
+
+
 def test_lossy_kl_compares_whole_distributions():
     """KL(q || p) is 0.602 nats after token 0, and larger after the others."""
     assert np.sum(np.exp(DRAFT[0]) * (DRAFT[0] - TARGET[0])) == pytest.approx(0.6024, abs=1e-4)

@@ -134,14 +134,14 @@ def judge(
         proposed = places < proposal.lengths[:, None]
         logprobs = target_logprobs(flat, rows, variant, steps).reshape(batch, width, vocab)[:, :drafted]
         drawn = jnp.zeros(batch, bool)
-        if proposal.logits is not None and not variant.greedy and acceptance.lossless:
+        if proposal.logits is not None and not variant.greedy:
             assert sampling.temperature is not None and sampling.keys is not None
             drawn = ~coupled & (sampling.temperature >= GREEDY_BELOW)
             exact = jnp.where(drawn[:, None], _passes(logprobs, proposal, sampling.keys, num_generated), exact)
         accepted = acceptance.accepts(Drafted(proposal, exact, logprobs, num_generated, max_tokens))
         accepted &= proposed & valid[:, :drafted]
         num_accepted = jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-        if proposal.logits is not None and not variant.greedy and acceptance.lossless:
+        if proposal.logits is not None and not variant.greedy:
             assert sampling.keys is not None
             replaced = _from_residual(logprobs, proposal.logits, num_accepted, sampling.keys, num_generated)
             at_rejection = (places == num_accepted[:, None]) & proposed & drawn[:, None]
