@@ -323,6 +323,26 @@ def test_adaptive_times_both_ways_switches_off_and_on_and_says_so(caplog: pytest
     assert "speculation on again: k = 4" in caplog.text
 
 
+def test_adaptive_tries_again_though_drafting_looks_a_little_faster():
+    """Off; then plain steps become slower, and drafting would run at 1.02 times their speed: too little to switch."""
+    controller = Adaptive((4,)).begin(4, 1, 1000)
+    observe(controller, 4, 0, 1.2, 3)
+    observe(controller, 0, 0, 1.0, 3)
+    assert controller.current == 0
+    observe(controller, 0, 0, 1.2 * 1.02, FIRST_RETRY + 2)
+    assert controller.speeds()[4] == pytest.approx(1.02 * controller.speeds()[0])
+    assert [controller.choose(10) for _ in range(4)] == [4, 4, 4, 0]
+
+
+def test_adaptive_times_plain_steps_though_chosen_chunks_do_not_come():
+    """An engine puts chunks off, and asks again when it has as many rows again."""
+    controller = Adaptive((4,)).begin(4, 1, 1000)
+    observe(controller, 4, 0, 1.2, 3)
+    assert [controller.choose(10) for _ in range(6)] == [0] * 5 + [4]  # no more than these while none is read
+    observe(controller, 4, 0, 1.2)
+    assert controller.choose(10) == 0
+
+
 def test_adaptive_takes_a_middle_length_where_the_tail_is_refused():
     """Two of four accepted: 3 tokens for an interpolated 1.5 against 3 for 2 and 1 for 1."""
     controller = Adaptive((2, 4)).begin(4, 1, 1000)

@@ -180,11 +180,13 @@ class AdaptiveController:
         self.probes_plain = num_tokens >= PROBE_TOKENS
         self.current = self.longest
         self.retry_after, self.chunks_off, self.trying = FIRST_RETRY, 0, 0
-        self.dispatched: collections.Counter[int] = collections.Counter()
+        self.plain_ahead = 0
+        """Plain chunks that were chosen since one that drafts was read. Not all of them come: an engine may put a chunk
+        off until it has other rows."""
 
     def choose(self, context: int) -> int:
         length = self._choose()
-        self.dispatched[length] += 1
+        self.plain_ahead += length == 0
         return length
 
     def _choose(self) -> int:
@@ -192,7 +194,7 @@ class AdaptiveController:
             return self.longest
         if self.costs.count(0) < MIN_SAMPLES:
             # A few are enough even if none has been read back yet.
-            return 0 if self.probes_plain and self.dispatched[0] < MIN_SAMPLES + 2 else self.longest
+            return 0 if self.probes_plain and self.plain_ahead < MIN_SAMPLES + 2 else self.longest
         if self.trying > 0:
             self.trying -= 1
             return self.longest
@@ -201,6 +203,7 @@ class AdaptiveController:
     def observe(self, num_drafted: int, proposed: np.ndarray, accepted: np.ndarray, seconds_per_step: float) -> None:
         self.costs.add(num_drafted, seconds_per_step)
         if num_drafted:
+            self.plain_ahead = 0
             self.judged *= DECAY
             self.accepted *= DECAY
             for place in range(num_drafted):
@@ -211,13 +214,13 @@ class AdaptiveController:
         if 0 not in speeds or self.current not in speeds:
             return
         best = max(speeds, key=lambda length: speeds[length])
-        if self.current == 0 and best == 0:
+        if speeds[best] > GAIN * speeds[self.current]:
+            self._switch(best, speeds)
+        elif self.current == 0:
             self.chunks_off += 1
             if self.chunks_off >= self.retry_after:
                 self.chunks_off, self.trying = 0, MIN_SAMPLES
                 self.retry_after = min(2 * self.retry_after, LAST_RETRY)
-        elif speeds[best] > GAIN * speeds[self.current]:
-            self._switch(best, speeds)
 
     def speeds(self) -> dict[int, float]:
         """Tokens a second of a row for each length whose cost is known or lies between known ones."""
