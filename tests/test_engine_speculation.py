@@ -40,7 +40,7 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative.drafts import Draft, ModelDraft, NgramDraft, SelfDraft
 from jaxinfer.speculative.loop import Method, StepCounts
 from jaxinfer.speculative.model_draft import DraftCache
-from jaxinfer.speculative.policy import Adaptive, FixedLength
+from jaxinfer.speculative.policy import Adaptive, FixedLength, LengthByContext
 from jaxinfer.speculative.speculation import Speculation
 
 PROMPTS = [ids for ids, _ in cases.REQUESTS]
@@ -495,6 +495,18 @@ def test_drafting_stops_for_large_batches_and_goes_on_for_small_ones(caplog: pyt
     chunks = list(run(16, 1.2, 40))  # a text that is cheaper now: tried again after a while, and kept
     assert chunks[0].num_drafted == 0 and chunks[-1].num_drafted == 4
     assert "speculation on again: k = 4" in caplog.text
+
+
+def test_lengths_follow_the_context_from_the_first_chunk_on() -> None:
+    """Two drafted tokens below 20 tokens, none from there on: prompts of 40 find the engine idle and cost the draft
+    nothing; one of 12 crosses the bound."""
+    speculation = Speculation(ModelDraft(perturbed(), k=K), policy=LengthByContext(((0, K), (20, 0))))
+    with Engine(cases.model(), CONFIG, draft=speculation) as drafted:
+        for _ in range(2):
+            drafted.generate([cases.prompt(40)], cases.params(max_tokens=9))
+        assert set(speculation.report.steps) == {0}
+        drafted.generate([cases.prompt(12)], cases.params(max_tokens=20))
+        assert set(speculation.report.steps) == {0, K}
 
 
 # --- Bad input

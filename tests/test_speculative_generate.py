@@ -27,7 +27,7 @@ from jaxinfer.speculative.batch import InFlight, SpeculativeBatch
 from jaxinfer.speculative.drafts import Draft, ModelDraft, NgramDraft, SelfDraft
 from jaxinfer.speculative.model_draft import DraftCache
 from jaxinfer.speculative.null_draft import NullDraft
-from jaxinfer.speculative.policy import FixedLength
+from jaxinfer.speculative.policy import FixedLength, LengthByContext
 from jaxinfer.speculative.speculation import Speculation, as_speculation
 
 CASE = families.BY_NAME["llama"]
@@ -438,6 +438,15 @@ def test_a_draft_catches_up_after_plain_steps():
     assert_same(generate(model, PROMPTS, greedy(max_tokens=60), draft=speculation), expected)
     assert speculation.report.acceptance_rate == 1.0
     assert set(speculation.report.steps) == {0, 2}
+
+
+def test_lengths_follow_the_context():
+    """Two drafted tokens up to 19 tokens, none from 20 on: a prompt of 5 crosses the bound, one of 20 is above it."""
+    model = load_case("llama")
+    for length, expected in ((5, {0, 2}), (20, {0})):
+        speculation = Speculation(ModelDraft(model, k=2), policy=LengthByContext(((0, 2), (20, 0))))
+        generate(model, [CASE.tokens.reshape(-1)[:length].tolist()], greedy(max_tokens=60), draft=speculation)
+        assert set(speculation.report.steps) == expected
 
 
 # --- Errors

@@ -187,7 +187,7 @@ class EngineCore:
         try:
             self._set_stall_bound()
             if self._drafting is not None:
-                scheduler.chunk = self._drafting.plan(scheduler.running)
+                scheduler.chunk = self._drafting.plan(scheduler.running, scheduler.waiting)
             plan = scheduler.plan()
             if scheduler.prefixes is not None:
                 runner.move(scheduler.prefixes.take_moves())

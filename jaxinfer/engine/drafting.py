@@ -51,12 +51,14 @@ class Drafting:
             self.report, self.draft_seconds if self.pass_seconds else None, self.catch_up_seconds
         )
 
-    def plan(self, running: Sequence[Track]) -> Chunk:
-        """What the next decode chunk does, if it comes, for the sequences that are ready for it now."""
+    def plan(self, running: Sequence[Track], waiting: Sequence[Track] = ()) -> Chunk:
+        """What the next decode chunk does, if it comes, for the sequences that are ready for it now, or if none is, for
+        those whose prompts may end in this round."""
         ready = [sequence for sequence in running if sequence.wants_decode]
         rows = self._rows(len(ready))
         if self._chosen is None or self._chosen[0] != rows:
-            context = max((len(sequence.tokens) for sequence in ready), default=0)
+            concerned = ready or [*running, *waiting[:1]]
+            context = max((len(sequence.tokens) for sequence in concerned), default=0)
             self._chosen = rows, self._controller(rows).choose(context)
         length = self._chosen[1]
         steps = steps_of(self._settings.rules.decode_chunk, length)
