@@ -109,6 +109,23 @@ def test_rounded_weights_are_within_half_a_step():
     assert np.abs(rounded - weight).mean() < 0.01
 
 
+def test_a_self_draft_that_is_no_cheaper_than_its_target_says_so(caplog: pytest.LogCaptureFixture):
+    """Of a target whose layers are packed already; half of them, or one projection that is not, are cheaper."""
+    config = dataclasses.replace(MODEL.config, layers=MODEL.config.layers * 2)
+    params = dataclasses.replace(MODEL.params, layers=MODEL.params.layers * 2)
+    model = dataclasses.replace(MODEL, config=config, params=params)
+    packed = dataclasses.replace(model, params=SelfDraft(model).params)
+    first = dataclasses.replace(packed.params.layers[0], down=model.params.layers[0].down)
+    mixed = dataclasses.replace(
+        packed, params=dataclasses.replace(packed.params, layers=[first, packed.params.layers[1]])
+    )
+    SelfDraft(packed, num_layers=1)
+    SelfDraft(mixed)
+    assert not caplog.messages
+    SelfDraft(packed)
+    assert len(caplog.messages) == 1 and "the layers of markov are packed already" in caplog.messages[0]
+
+
 def test_logits_of_another_width_are_padded_or_cut():
     logits = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
     assert fit_vocabulary(logits, 2).tolist() == [[0, 1], [3, 4]]
@@ -413,6 +430,7 @@ def test_spec_bench_prints_the_comparison(tmp_path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "acceptance 100%, by position 100%  100%" in shown
     assert "1 of 1 completions are those of plain decoding" in shown
+    assert "0 accepted   0%" in shown and f"2 accepted 100% {'#' * 40}\n" in shown
     assert "is lossy: 100.0% of tokens are the target's first choice, 0.000 nats from it" in shown
     assert main([*common, "--draft", "self:none"]) == 2
     assert "expected self:N with a number of layers" in capsys.readouterr().err

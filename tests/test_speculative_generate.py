@@ -203,10 +203,13 @@ def test_h1_d3_blocks_end_at_an_end_of_text_inside_them():
     for draft in (ModelDraft(model, k=4), ModelDraft(wrong_markov_model(), k=4)):
         for room in (0, 3):
             params = [SamplingParams(temperature=0.0, max_tokens=distance + 1 + room) for distance in range(7)]
-            outputs = generate(model, prompts, params, draft=fixed(draft))
+            speculation = fixed(draft)
+            outputs = generate(model, prompts, params, draft=speculation)
             for distance, output in enumerate(outputs):
                 assert output.token_ids == (*range(61 - distance, 61), markov.EOS)
                 assert output.finish_reason == "stop"
+            # On the device too: what it counted ends there, and first tokens are not of a step.
+            assert sum(speculation.report.tokens.values()) == sum(len(output.token_ids) - 1 for output in outputs)
 
 
 def test_h1_n_grams_find_an_end_of_text_and_go_on_behind_it():

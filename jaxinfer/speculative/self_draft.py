@@ -1,6 +1,7 @@
 """The target as its own draft: its layers in 4 bits, or its lower layers alone, on the target's own pages."""
 
 import dataclasses
+import logging
 import typing
 
 import jax
@@ -19,6 +20,8 @@ from jaxinfer.speculative.policy import is_length
 from jaxinfer.speculative.proposer import KeepsNothing
 from pallas_kernels.int4_matmul import PackedInt4, from_codes
 
+log = logging.getLogger("jaxinfer")
+
 GROUP_SIZE = 64
 
 
@@ -36,7 +39,8 @@ class SelfDraft(KeepsNothing):
     much less where a kernel reads weights packed (a Hopper GPU); elsewhere they are unpacked first and nothing is won.
     `num_layers` uses the lower layers only, their output going straight to the head: cheaper still, and less often
     right, for layers that were not trained to be the last. Weights that are packed already stay as they are (a target
-    of 4 bits wins nothing without `num_layers`); embedding, head and norms are the target's own arrays.
+    of 4 bits wins nothing without `num_layers`, and a warning says so); embedding, head and norms are the target's own
+    arrays.
 
     The output is the target's: each drafted token is verified by the target's own weights, whose keys and values
     replace those that the draft wrote. `k` is the most that a step drafts (1 to 15); the policy may draft fewer.
@@ -46,8 +50,8 @@ class SelfDraft(KeepsNothing):
 
     @typing.no_type_check  # it checks more, and its errors are the ones users must see
     def __init__(self, model: Model, k: int = 4, *, int4: bool = True, num_layers: int | None = None) -> None:
-        """Raises ValueError for what is no model, for a k outside 1 to 15, for layers that do not exist, and if nothing
-        would be cheaper."""
+        """Raises ValueError for what is no model, for a k outside 1 to 15, for layers that do not exist, and for all of
+        them without `int4`."""
         check_model(model, "SelfDraft: the target")
         check_k(k, "SelfDraft")
         if not isinstance(int4, bool):
@@ -63,6 +67,13 @@ class SelfDraft(KeepsNothing):
         self.model, self.k = model, k
         self.int4, self.num_layers = int4, total if num_layers is None else num_layers
         layers = model.params.layers[: self.num_layers]
+        weights = (getattr(layer, name) for layer in layers for name in LINEAR)
+        if self.num_layers == total and not any(isinstance(weight, jax.Array) for weight in weights):
+            log.warning(
+                "SelfDraft: the layers of %s are packed already, so to draft a token costs what the target's step costs; "
+                "give fewer num_layers",
+                model.name,
+            )
         self.params = dataclasses.replace(model.params, layers=[packed(layer) if int4 else layer for layer in layers])
 
     def __repr__(self) -> str:
