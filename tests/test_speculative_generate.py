@@ -17,6 +17,7 @@ from scipy import stats
 
 import jaxinfer.generation
 import jaxinfer.speculative.batch
+from jaxinfer import kv_cache, steps
 from jaxinfer.batch import Limits
 from jaxinfer.generation import generate, logits, requests_for, stream
 from jaxinfer.kv_cache import PagedKVCache
@@ -441,6 +442,34 @@ def test_a_draft_catches_up_after_plain_steps():
     assert_same(generate(model, PROMPTS, greedy(max_tokens=60), draft=speculation), expected)
     assert speculation.report.acceptance_rate == 1.0
     assert set(speculation.report.steps) == {0, 2}
+
+
+def test_h7_rejected_tokens_leave_no_trace_in_either_cache():
+    """After steps with a draft that is often wrong and plain ones in turn, both caches hold of all tokens that they
+    are said to hold what a prefill of the output gives."""
+    model = load_case("llama")
+    draft = ModelDraft(perturbed(model, 0.2), k=2)
+    requests = requests_for(model, PROMPTS, greedy(max_tokens=45))
+    batch = SpeculativeBatch(model, requests, Limits.default(), Speculation(draft, policy=Alternating()))
+    for _ in batch.run():
+        pass
+    assert 0.1 < batch.speculation.report.acceptance_rate < 0.9
+    state, table = batch.speculative_state, jnp.asarray(batch.page_table)
+    ends = jnp.where(jnp.arange(batch.size) < len(PROMPTS), state.decode.positions, 0)
+    assert isinstance(batch.cache, PagedKVCache)
+    for one, cache, lengths in (
+        (model, batch.cache, ends),
+        (draft.model, state.draft.cache, jnp.minimum(state.draft.lengths, ends)),
+    ):
+        assert int(lengths.max()) > 45
+        empty = kv_cache.create(one.config, cache.num_pages, cache.page_size, one.dtype)
+        starts = jnp.zeros_like(lengths)
+        _, fresh = steps.prefill(one.params, empty, state.history[:, :64], lengths, starts, table, config=one.config)
+        for pool, expected in zip([*cache.keys, *cache.values], [*fresh.keys, *fresh.values], strict=True):
+            for pages, length in zip(batch.page_table, lengths.tolist(), strict=True):
+                held, wanted = (np.asarray(x[pages]).swapaxes(1, 2) for x in (pool, expected))
+                held, wanted = (x.reshape(-1, *x.shape[2:])[:length] for x in (held, wanted))
+                np.testing.assert_allclose(held, wanted, atol=1e-4)
 
 
 def test_lengths_follow_the_context():

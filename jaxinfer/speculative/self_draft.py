@@ -70,7 +70,7 @@ class SelfDraft(KeepsNothing):
         weights = (getattr(layer, name) for layer in layers for name in LINEAR)
         if self.num_layers == total and not any(isinstance(weight, jax.Array) for weight in weights):
             log.warning(
-                "SelfDraft: the layers of %s are packed already, so to draft a token costs what the target's step costs; "
+                "SelfDraft: the layers of %s are packed already, so a drafted token costs what a plain step does; "
                 "give fewer num_layers",
                 model.name,
             )
