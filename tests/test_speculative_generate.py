@@ -123,6 +123,20 @@ def test_h5_every_option_and_logprobs_as_in_plain_decoding():
     assert 0.1 < speculation.report.acceptance_rate < 0.95
 
 
+def test_c7_seeded_and_greedy_rows_keep_their_tokens_beside_rows_that_draw():
+    """Trap C7: in such a batch the draft's distributions are judged, of the row without a seed alone."""
+    model = load_case("llama")
+    rows = [greedy(temperature=1.0, seed=42), greedy(temperature=1.0), greedy()]
+    expected = generate(model, PROMPTS, rows)
+    speculation = fixed(ModelDraft(perturbed(model, 0.2), k=3))
+    for order in ((0, 1, 2), (2, 1, 0)):
+        prompts, params = [PROMPTS[row] for row in order], [rows[row] for row in order]
+        outputs = generate(model, prompts, params, draft=speculation)
+        for row, output in zip(order, outputs, strict=True):
+            assert row == 1 or output.token_ids == expected[row].token_ids
+    assert 0.1 < speculation.report.acceptance_rate < 0.95
+
+
 LIKELY = range(4)
 """The tokens that a bias leaves: with so few, three of them can be counted. Filters are tested with the acceptance."""
 
