@@ -30,7 +30,7 @@ def width(config: ModelConfig, widest: int, plan: str | None = "int4", page_size
 
 def test_as_wide_as_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int4_api.dispatch, "hopper_refusal", lambda: None)
-    assert [width(SMALL, widest) for widest in (2560, 129, 128, 100, 1)] == [128, 128, 128, 100, 1]
+    assert [width(SMALL, widest) for widest in (2560, 130, 129, 128, 100, 1)] == [128, 128, 129, 128, 100, 1]
     assert width(SMALL, 2560, page_size=32) == 64
     assert width(SMALL, 2560, plan=None) == width(dataclasses.replace(SMALL, hidden_size=2048), 2560) == 0
 
