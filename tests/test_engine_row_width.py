@@ -11,9 +11,14 @@ import pytest
 from jaxinfer.config import LayerConfig, ModelConfig, RopeConfig
 from jaxinfer.engine import settings as engine_settings
 from jaxinfer.engine.row_width import attention_block_width
+from jaxinfer.engine.settings import settle
 from jaxinfer.generation import generate
 from jaxinfer.params import random_params
 from jaxinfer.quantization.plan import resolve
+from jaxinfer.speculative.drafts import ModelDraft, NgramDraft, SelfDraft
+from jaxinfer.speculative.policy import FixedLength
+from jaxinfer.speculative.speculation import Speculation
+from pallas_kernels.int4_matmul import Packed
 from pallas_kernels.int4_matmul import api as int4_api
 
 # Of sizes that no other test packs: how codes are laid out, with a GPU or without, is traced once a process.
@@ -33,6 +38,28 @@ def test_as_wide_as_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [width(SMALL, widest) for widest in (2560, 130, 129, 128, 100, 1)] == [128, 128, 129, 128, 100, 1]
     assert width(SMALL, 2560, page_size=32) == 64
     assert width(SMALL, 2560, plan=None) == width(dataclasses.replace(SMALL, hidden_size=2048), 2560) == 0
+
+
+def test_what_drafts_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A self-draft is packed though its target is not; pages of codes have no such kernel."""
+    monkeypatch.setattr(engine_settings, "reads_lengths", lambda *_: True)
+    monkeypatch.setattr(
+        engine_settings,
+        "attention_block_width",
+        lambda params, *_: 3 if isinstance(params.layers[0].qkv, Packed) else 0,
+    )
+    model = cases.model()
+    coded = dataclasses.replace(model, kv_dtype=jnp.dtype("int8"))
+    packed = dataclasses.replace(model, params=SelfDraft(model).params)
+    for target, draft, expected in (
+        (model, SelfDraft(model, k=2), (3, 17)),
+        (coded, SelfDraft(coded, k=2), (17,)),
+        (model, SelfDraft(model, k=2, int4=False, num_layers=1), (17,)),
+        (model, ModelDraft(packed, k=2), (3, 17)),
+        (packed, NgramDraft(k=2), (3, 17)),
+    ):
+        speculation = Speculation(draft, policy=FixedLength())
+        assert settle(cases.CONFIG, target, speculation).row_widths == expected
 
 
 def test_a_row_alone_begins_with_narrow_tables_and_goes_on_with_wide_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from jaxinfer.engine.tiering import Tiering
 from jaxinfer.memory import free_device_bytes, free_host_bytes, shown_bytes
 from jaxinfer.model import Model
 from jaxinfer.speculative.model_draft import ModelDraft
+from jaxinfer.speculative.self_draft import SelfDraft
 from jaxinfer.speculative.speculation import Speculation
 from jaxinfer.tier_pages import TierRules
 from jaxinfer.tiers import TieredKV
@@ -191,10 +192,15 @@ def settle(config: EngineConfig, model: Model, speculation: Speculation | None =
 
 def _row_width(config: EngineConfig, model: Model, speculation: Speculation | None, widest: int) -> int:
     """Pages of the widest table with which a row alone has layers of fewer kernels, in the model or in its draft."""
-    drafts = [] if speculation is None or not isinstance(speculation.draft, ModelDraft) else [speculation.draft.model]
-    plain = [one for one in (model, *drafts) if one.cache_dtype == one.dtype]
+    both = [(model, model.params)]
+    draft = None if speculation is None else speculation.draft
+    if isinstance(draft, ModelDraft | SelfDraft):  # a self-draft's pages are the model's
+        both.append((draft.model if draft.has_own_cache else model, draft.params))
     return max(
-        (attention_block_width(one.params, one.config, one.dtype, config.page_size, widest) for one in plain), default=0
+        attention_block_width(params, one.config, one.dtype, config.page_size, widest)
+        if one.cache_dtype == one.dtype
+        else 0
+        for one, params in both
     )
 
 
