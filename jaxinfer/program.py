@@ -54,6 +54,11 @@ class Program[**P, R]:
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         return self._for(args).trace(*args, **kwargs)
 
+    @property
+    def num_compiled(self) -> int:
+        """How many programs calls have made, or found on the disk. A call that adds one has cost the host some time."""
+        return self._usual._cache_size() + self._by_cublas._cache_size()
+
     def clear_cache(self) -> None:
         self._usual.clear_cache()
         self._by_cublas.clear_cache()

@@ -458,6 +458,17 @@ def test_a_draft_catches_up_after_plain_steps():
     assert set(speculation.report.steps) == {0, 2}
 
 
+def test_time_of_compilations_is_not_reported():
+    """The program of plain steps is compiled while steps with the draft are in flight, and these end unseen."""
+    speculation = Speculation(NgramDraft(k=2, min_n=3, max_n=5), policy=Alternating())
+    generate(load_case("llama"), PROMPTS, greedy(max_tokens=60), draft=speculation)
+    report = speculation.report
+    assert report.timed_steps.get(2, 0) < report.steps[2]
+    speculation.reset()
+    generate(load_case("llama"), PROMPTS, greedy(max_tokens=60), draft=speculation)
+    assert speculation.report.timed_steps == speculation.report.steps
+
+
 def test_h7_rejected_tokens_leave_no_trace_in_either_cache():
     """After steps with a draft that is often wrong and plain ones in turn, both caches hold of all tokens that they
     are said to hold what a prefill of the output gives."""

@@ -49,6 +49,8 @@ class SpeculativeBatch(Batch):
         self.in_flight: collections.deque[InFlight] = collections.deque()
         self.rate = 1.0
         """Tokens that running rows gained a step, lately."""
+        self.compiled_at = 0.0
+        """When a call last returned that had a program compiled."""
 
     def run(self) -> Iterator[Delta]:
         """Generates everything, yielding news of each request as soon as the host has it."""
@@ -67,9 +69,9 @@ class SpeculativeBatch(Batch):
             entry = self.in_flight.popleft()
             counts, gained = jax.device_get((entry.counts, entry.chunk.counts))
             now = time.perf_counter()
-            seconds = now - max(read_at, entry.dispatched_at)
+            since = max(read_at, entry.dispatched_at)
             read_at = now
-            self._take_counts(entry, counts, int(gained.sum()), seconds)
+            self._take_counts(entry, counts, int(gained.sum()), now - since, compiled=since < self.compiled_at)
             yield from self._read(entry.chunk)
         self.speculation.warn_of_plans(self.model)
 
@@ -101,6 +103,7 @@ class SpeculativeBatch(Batch):
         known = [max(1, len(request.token_ids)) for request in running]
         context = max(len(request.prompt) + count for request, count in zip(running, known, strict=True))
         num_drafted = self.controller.choose(context)
+        num_compiled = spec_chunk.num_compiled + catch_up.num_compiled
         if num_drafted and self.unseen:
             self.speculative_state = self._catch_up(self.speculative_state, from_empty=False)
         num_steps = steps_of(self.limits.decode_chunk, num_drafted)
@@ -125,6 +128,8 @@ class SpeculativeBatch(Batch):
         )
         if num_drafted == 0 and self.speculation.draft.has_own_cache:
             self.unseen += num_steps
+        if spec_chunk.num_compiled + catch_up.num_compiled > num_compiled:
+            self.compiled_at = time.perf_counter()
         return InFlight(chunk, counts, num_drafted, num_steps, time.perf_counter())
 
     def _catch_up(self, state: SpeculativeState, *, from_empty: bool) -> SpeculativeState:
@@ -149,11 +154,13 @@ class SpeculativeBatch(Batch):
         self.unseen = 0
         return state
 
-    def _take_counts(self, entry: InFlight, counts: StepCounts, tokens: int, seconds: float) -> None:
+    def _take_counts(self, entry: InFlight, counts: StepCounts, tokens: int, seconds: float, *, compiled: bool) -> None:
+        """Takes in what a chunk did. With `compiled` the host compiled something meanwhile and was late to see its end:
+        the policy, which goes by medians, can do with that time, the report leaves it out."""
         proposed, accepted = np.asarray(counts.proposed), np.asarray(counts.accepted)
         running = accepted >= 0
         if running.any():
             self.rate = float(np.mean(accepted[running]) + 1.0)
             self.controller.observe(entry.num_drafted, proposed, accepted, seconds / entry.num_steps)
         with self.speculation.lock:
-            self.speculation.report.add(entry.num_drafted, proposed, accepted, tokens, seconds)
+            self.speculation.report.add(entry.num_drafted, proposed, accepted, tokens, None if compiled else seconds)

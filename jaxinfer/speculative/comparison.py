@@ -224,7 +224,7 @@ def _measure(
         after_run()
         report = speculation.report
         best = (run, report) if best is None or run.seconds < best[0].seconds else best
-        steps.append(sum(report.seconds.values()) / max(1, sum(report.steps.values())))
+        steps.append(sum(report.seconds.values()) / max(1, sum(report.timed_steps.values())))
     assert best is not None
     return *best, statistics.median(steps)
 

@@ -24,9 +24,9 @@ class SpeculationReport:
     steps: dict[int, int] = dataclasses.field(default_factory=dict)
     """Steps of the batch, by drafted length."""
     timed_steps: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Those whose time is known: an engine leaves out steps during which a program was compiled."""
+    """Those whose time is known: steps during which a program was compiled are left out."""
     seconds: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Wall-clock seconds of the timed steps (those of `generate`: the first with compilation)."""
+    """Wall-clock seconds of the timed steps."""
 
     def add(
         self, num_drafted: int, proposed: np.ndarray, accepted: np.ndarray, tokens: int, seconds: float | None
