@@ -432,8 +432,9 @@ def test_random_submits_aborts_and_interrupts() -> None:
         logger.setLevel(logging.NOTSET)
 
 
-def test_int4_target_and_int8_pages() -> None:
-    """Weights of 4 bits and pages of 8, drafted for by the float model, itself with pages of 8."""
+def test_int4_target_and_int8_pages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of 4 bits and pages of 8, drafted for by the float model, itself with pages of 8: which is warned of."""
+    monkeypatch.setattr("jaxinfer.engine.drafting.JUDGED_BEFORE_WARNING", 10)
     eight = jnp.dtype("int8")
     small = dataclasses.replace(cases.model(), kv_dtype=eight)
     packed = SelfDraft(cases.model(), k=1).params
@@ -446,6 +447,7 @@ def test_int4_target_and_int8_pages() -> None:
     with Engine(target, config, draft=Speculation(ModelDraft(small, k=K), policy=FixedLength())) as drafted:
         assert [output.token_ids for output in drafted.generate(prompts, row)] == expected
         assert drafting(drafted).report.acceptance_rate > 0.3
+    assert caplog.text.count("target and draft are quantised differently (4 bits") == 1
 
 
 # --- The policy

@@ -458,6 +458,13 @@ def test_a_draft_catches_up_after_plain_steps():
     assert set(speculation.report.steps) == {0, 2}
 
 
+def test_a_draft_quantised_apart_from_its_target_is_warned_of_after_a_run(caplog: pytest.LogCaptureFixture):
+    model = markov_model()
+    packed = dataclasses.replace(model, params=SelfDraft(model).params)
+    generate(model, [[1]], greedy(max_tokens=4), draft=fixed(ModelDraft(packed, k=2)))
+    assert caplog.text.count("target and draft are quantised differently (float32 and 4 bits") == 1
+
+
 def test_time_of_compilations_is_not_reported():
     """The program of plain steps is compiled while steps with the draft are in flight, and these end unseen."""
     speculation = Speculation(NgramDraft(k=2, min_n=3, max_n=5), policy=Alternating())
