@@ -213,6 +213,7 @@ def check_time_of_compilations(engine: Engine) -> None:
     engine.generate([PROMPTS[0]], PARAMS[0])
     before = drafting(engine).metrics()
     assert before.timed_steps == before.steps != {}
+    assert (before.draft_seconds, before.verify_seconds) == (0.0, before.step_seconds[K])  # it runs no model
 
     def compile_in_each_round() -> None:
         engine.submit(PROMPTS[0], PARAMS[0])

@@ -35,6 +35,8 @@ class Drafting:
         """What the draft's passes took, as far as `pass_seconds` knows."""
         self.pass_seconds: dict[int, float] = {}
         """Seconds that drafting one token takes, by rows of the program; empty if it was not timed."""
+        params = speculation.draft.params
+        self._runs_nothing = isinstance(params, tuple) and not params
         self._controllers: dict[int, Controller] = {}
         self._rates: dict[int, float] = {0: 1.0}
         """Tokens that a step is expected to give, by drafted length."""
@@ -47,9 +49,8 @@ class Drafting:
 
     def metrics(self) -> SpeculationMetrics:
         """What was counted since the last reset."""
-        return SpeculationMetrics.of(
-            self.report, self.draft_seconds if self.pass_seconds else None, self.catch_up_seconds
-        )
+        known = self.pass_seconds or self._runs_nothing
+        return SpeculationMetrics.of(self.report, self.draft_seconds if known else None, self.catch_up_seconds)
 
     def plan(self, running: Sequence[Track], waiting: Sequence[Track] = ()) -> Chunk:
         """What the next decode chunk does, if it comes, for the sequences that are ready for it now, or if none is, for

@@ -28,7 +28,7 @@ class SpeculationMetrics:
     """Of all timed steps of a length together."""
     draft_seconds: float | None
     """Of `step_seconds`, what the draft's passes take by themselves, timed with empty rows by `warmup`; None without.
-    A draft that runs no model takes next to nothing, and it is not timed."""
+    0 for a draft that runs no model: what it takes, next to nothing, is with `verify_seconds`."""
     verify_seconds: float | None
     """The rest of the steps with drafted tokens: verification and acceptance."""
     catch_up_seconds: float
