@@ -116,6 +116,26 @@ def test_g1_prompts_that_are_cached_to_the_end(length: int) -> None:
         assert without.metrics().prefix_hit_rate == 0
 
 
+def test_prompt_logprobs_of_a_run_that_ended_before_its_first_token() -> None:
+    """The piece that is scored has 16 of 17 tokens; between it and the last one the request loses its pages to an older
+    one that grows, and is computed again: each token is scored once all the same."""
+    ids, row = cases.prompt(17, 3), cases.params(max_tokens=4, prompt_logprobs=2)
+    (reference,) = generate(cases.model(), [ids], row)
+    with cases.engine(num_pages=10, max_context=36, prefix_cache=False) as engine:
+        engine.submit(cases.prompt(4, 1), cases.params(max_tokens=16))
+        for _ in range(3):
+            engine.step()
+        engine.submit(ids, row, request_id="scored")
+        request = engine._jobs["scored"].requests[0]
+        before_last = 0
+        while engine.has_work:
+            engine.step()
+            if engine.metrics().preemptions and not before_last:
+                before_last = len(request.prompt_tables)
+        assert before_last == 16, "it was preempted at another time"
+        cases.assert_same_tables(request.prompt_logprobs(), reference.prompt_logprobs)
+
+
 def test_rope_that_depends_on_the_length() -> None:
     """Cached keys of such a RoPE serve requests of their own length only."""
     case = families.BY_NAME["llama_rope_dynamic"]

@@ -141,6 +141,8 @@ def _is_scored(piece: Piece, requests: Mapping[Track, Request]) -> bool:
     request = requests[piece.sequence]
     if request.params.prompt_logprobs is None or request.sample_index > 0:
         return False
-    if piece.start == 0 and len(request.prompt_tables) < len(request.prompt) - 1:
-        request.prompt_tables.clear()  # of a run that was preempted half-way
-    return piece.start < len(request.prompt) - 1 and piece.sequence.num_generated == 0
+    if piece.sequence.num_generated or piece.start >= len(request.prompt) - 1:
+        return False
+    if piece.start == 0:
+        request.prompt_tables.clear()  # of a run that was preempted or interrupted before its first token
+    return True
