@@ -14,6 +14,7 @@ from benchmarks.harness import RESULTS, ROOT, Recorder
 
 FILES = (
     "test_decode_attention.py",
+    "test_ordered_heads.py",
     "test_int4_matmul.py",
     "test_int4_fused.py",
     "test_int4_wide.py",
