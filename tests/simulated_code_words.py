@@ -27,6 +27,9 @@ class SimulatedCodeWords:
             picked[:, i] = np.where(nibble & 8, np.where(byte & 128, 255, 0), byte)
         return picked.view(np.int32)[:, 0]
 
+    def multiply_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return self._pairs_word(self._numbers(a) * self._numbers(b))
+
     def subtract_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return self._pairs_word(self._numbers(a) - self._numbers(b))
 

@@ -75,9 +75,6 @@ class SimulatedWideWarp(SimulatedInt4Warp):
     def add_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return self._pairs_word(self._numbers(a) + self._numbers(b))
 
-    def multiply_pairs(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return self._pairs_word(self._numbers(a) * self._numbers(b))
-
     def fma_pairs(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         return self._pairs_word(self._numbers(a) * self._numbers(b) + self._numbers(c))
 

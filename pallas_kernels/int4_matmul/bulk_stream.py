@@ -42,18 +42,25 @@ class BulkStream:
                 self._copies.append((array, first_group * size, plan.groups * size, plan.segments * size))
 
     def begin(self) -> None:
-        """Makes the barriers and asks for the first strip, before anything else is asked for."""
+        """Asks for the first strip, before anything else is; another warp makes the other strips' barriers."""
         w = self.w
+        one, lane = w.integer(1), w.lane < 1
 
-        def start() -> None:
-            for slot in range(self._slots):
-                w.barrier_init(self._full(w.integer(slot)), 1, self._thread)
-                w.barrier_init(self._empty(w.integer(slot)), TEAM, self._thread)
+        def ask() -> None:
+            w.barrier_init(self._full(one), 1, lane)
             w.barriers_ready()
-            self._ask(w.integer(0), w.integer(1), self._thread)
-            w.arrive_in(self._full(w.integer(0)), None, self._thread)  # nothing comes into the spare slot yet
+            self._ask(w.integer(0), one, lane)
 
-        w.when(self._leader, start)
+        def make() -> None:
+            for slot in range(self._slots):
+                if slot != 1:
+                    w.barrier_init(self._full(w.integer(slot)), 1, lane)
+                w.barrier_init(self._empty(w.integer(slot)), TEAM, lane)
+            w.barriers_ready()
+            w.arrive_in(self._full(w.integer(0)), None, lane)  # nothing comes into the spare slot yet
+
+        w.when(self._leader, ask)
+        w.when(self._is_member(2), make)
 
     def open(self) -> None:
         """All warps of the block come here, and find the barriers made."""
@@ -68,7 +75,7 @@ class BulkStream:
                 self._ask(w.integer(strip), w.integer(strip + 1), w.lane < 1)
 
         # Another warp than the leader, whose x comes later already.
-        w.when((w.integer(0) < self._member) & (self._member < 2), rest)
+        w.when(self._is_member(1), rest)
 
     def spare_is_free(self) -> None:
         """This warp has read what it wrote into its part of the spare slot."""
@@ -110,6 +117,9 @@ class BulkStream:
         w = self.w
         around = w.integer(self._slots - 1) <= slot
         return w.select(around, w.integer(0), slot + 1), w.select(around, w.integer(1) - parity, parity)
+
+    def _is_member(self, member: int) -> Any:
+        return (self.w.integer(member - 1) < self._member) & (self._member < member + 1)
 
     def _full(self, slot: Any) -> Any:
         return self._barriers + slot * 16

@@ -35,6 +35,9 @@ class CodeWords:
             return self._word(f"prmt.b32 $0, $1, $2, {selector:#x};", a, b)
         return self._word("prmt.b32 $0, $1, $2, $3;", a, b, selector)
 
+    def multiply_pairs(self, a: Value, b: Value) -> Value:
+        return self._word("mul.rn.bf16x2 $0, $1, $2;", a, b)
+
     def subtract_pairs(self, a: Value, b: Value) -> Value:
         return self._word("sub.rn.bf16x2 $0, $1, $2;", a, b)
 

@@ -13,7 +13,7 @@ Scale, zero point or minimum enter once a group:
 
     sum_k x_k w_k = scale * sum_k x_k (c + code_k) + bias * sum_k x_k
 
-in float32; what c is, and how the sums are made, is in operands.py, scaled.py and columns.py. sum_k x_k is computed
+in float32; what c is, and how the sums are made, is in operands.py, lifted.py and columns.py. sum_k x_k is computed
 once for the whole kernel.
 
 docs/kernels.md has the layout, the reasons and the measurements.
@@ -34,15 +34,16 @@ from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
 from pallas_kernels.int4_matmul.columns import Columns
+from pallas_kernels.int4_matmul.lifted import Lifted
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Tokens
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.row import Row
 from pallas_kernels.int4_matmul.rows import Bytes, RowStream
-from pallas_kernels.int4_matmul.scaled import Scaled
 from pallas_kernels.int4_matmul.stream import Stream, Weights, arrays_of
 from pallas_kernels.int4_matmul.strip import (
     Arguments,
+    Operand,
     arguments_of,
     factors_of,
     pieces_of,
@@ -110,7 +111,7 @@ def multiply(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
         joined.finish(w, plan, a, slice_, stream.first_strip, stream.count)
 
 
-def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Halves | Digits | Scaled | Columns:
+def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Operand:
     """The warp's share of x, on its way."""
     if plan.schedule.scaled and Columns.serves(plan):
         rows = [Row(w, plan, a.x, a.norm, stream.first_tile, stream.spare, row) for row in range(plan.rows)]
@@ -118,7 +119,7 @@ def operand(w: Any, plan: Plan, a: Arguments, stream: Stream | BulkStream) -> Ha
     if not plan.schedule.scaled:
         way = Digits if plan.schedule.digits else Halves
         return way(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))
-    way = Scaled if plan.in_rows is None else Bytes
+    way = Lifted if plan.in_rows is None else Bytes
     if Row.serves(plan):
         return way(w, plan, Row(w, plan, a.x, a.norm, stream.first_tile, stream.spare))
     return way(w, plan, Tokens(w, plan, a.x, a.norm, stream.first_tile))

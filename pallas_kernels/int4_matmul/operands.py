@@ -65,15 +65,11 @@ class Halves:
         return (self.w.codes if self._book is None else self._book.numbers)(words[step])
 
     def _multiplied(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
-        chains = [self._chained(steps[i : i + self._chain], operand) for i in range(0, len(steps), self._chain)]
-        return functools.reduce(_added, chains)
-
-    def _chained(self, steps: list[tuple[int, int]], operand: Any) -> Sums:
-        totals = [[self.w.number(0.0)] * 4 for _ in range(self.plan.token_blocks)]
-        for t, s in steps:
-            codes = operand(t, s)
-            totals = [self.w.mma(p, codes, words) for p, words in zip(totals, self._words[t][s], strict=True)]
-        return totals
+        chains = [
+            summed(self.w, self.plan, self._words, steps[i : i + self._chain], operand)
+            for i in range(0, len(steps), self._chain)
+        ]
+        return functools.reduce(added, chains)
 
     def finished(self, totals: Sums) -> Sums:
         if self._book is None:
@@ -81,7 +77,18 @@ class Halves:
         return [[total * self._book.unit for total in block] for block in totals]
 
 
-def _added(a: Sums, b: Sums) -> Sums:
+def summed(
+    w: Any, plan: Plan, words: Sequence[Any], steps: list[tuple[int, int]], operand: Any, kind: str = "bf16"
+) -> Sums:
+    """Sums over some steps: words [tile][step][token block] of x times what operand(tile, step) gives of the codes."""
+    totals = [[w.number(0.0)] * 4 for _ in range(plan.token_blocks)]
+    for t, s in steps:
+        codes = operand(t, s)
+        totals = [w.mma(p, codes, of_block, kind) for p, of_block in zip(totals, words[t][s], strict=True)]
+    return totals
+
+
+def added(a: Sums, b: Sums) -> Sums:
     return [[x + y for x, y in zip(*blocks, strict=True)] for blocks in zip(a, b, strict=True)]
 
 

@@ -22,7 +22,7 @@ class Schedule:
     through strips of 16 output features, each warp keeping `depth` strips of weights in flight. The warps' sums are
     added after every `strips` strips. At most `blocks` blocks are launched, or one for each slice of the inputs: they
     should all be resident at once, since a second wave doubles the time. `digits` and `scaled` choose the arithmetic,
-    see operands.py and scaled.py (for one or two rows columns.py). `bulk`: weights come by bulk copies, see
+    see operands.py and lifted.py (for one or two rows columns.py). `bulk`: weights come by bulk copies, see
     bulk_stream.py. `joined`: blocks that share outputs add up their slices themselves, see joined.py.
 
     `once`: a block has `strips` strips, all of them fetched at once, see once.py; `depth` is as many. Tokens are in

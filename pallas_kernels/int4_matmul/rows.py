@@ -9,15 +9,16 @@ Products are made in float16 as scaled.py has it, which holds every code: e4m3 a
 included, and a signed byte s is the low one of 1024 + 128 + s.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.int4_matmul.book import Book
-from pallas_kernels.int4_matmul.operands import Sums
+from pallas_kernels.int4_matmul.operands import Sums, Tokens, segments_of, summed
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
 from pallas_kernels.int4_matmul.row import Row
-from pallas_kernels.int4_matmul.scaled import Scaled, scaled_row, scaled_tokens
+from pallas_kernels.int4_matmul.scaled import scaled_row, scaled_tokens
 from pallas_kernels.int4_matmul.stream import Copy, Stream, Weights
 
 EIGHT = 8
@@ -75,8 +76,15 @@ class RowStream(Stream):
         w.copy_commit()
 
 
-class Bytes(Scaled):
+class Bytes:
     """x in float16, for codes of a byte."""
+
+    code_bias = 0.0
+    of_tokens: Sequence[Any] = ()  # codes have no offsets
+
+    def __init__(self, w: Any, plan: Plan, tokens: Tokens | Row):
+        self.w, self.plan, self._tokens = w, plan, tokens
+        self._segments = segments_of(plan)
 
     def prepare(self, book: Book | None = None) -> None:
         assert book is None and self.plan.in_rows is not None, "codes are their own numbers here"
@@ -87,10 +95,12 @@ class Bytes(Scaled):
 
     def product(self, pieces: Sequence[Any], segment: int) -> Sums:
         """x times code over the inputs of a segment, in units of the token's factor."""
-        return self._multiplied(self._segments[segment], lambda t, s: self._pairs(pieces[t], s))
+        pairs = functools.partial(self._pairs, pieces)
+        return summed(self.w, self.plan, self._words, self._segments[segment], pairs, "f16")
 
-    def _pairs(self, words: Sequence[Any], step: int) -> Sequence[Any]:
+    def _pairs(self, pieces: Sequence[Any], tile: int, step: int) -> Sequence[Any]:
         """A step's codes: four of each of this lane's two rows."""
+        words = pieces[tile]
         upper, lower = (self.w.byte_pairs(word, self._kind) for word in (words[step], words[step + 4]))
         return upper[0], lower[0], upper[1], lower[1]
 

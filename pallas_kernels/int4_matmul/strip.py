@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.int4_matmul.columns import Columns
+from pallas_kernels.int4_matmul.lifted import Lifted
 from pallas_kernels.int4_matmul.operands import Digits, Halves, Sums, bias_of
 from pallas_kernels.int4_matmul.packing import STRIP, Kind
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PIECE_BYTES, Plan
-from pallas_kernels.int4_matmul.scaled import Scaled
+from pallas_kernels.int4_matmul.rows import Bytes
 from pallas_kernels.int4_matmul.stream import Places, Weights
 
-type Operand = Halves | Digits | Scaled | Columns
+type Operand = Halves | Digits | Columns | Lifted | Bytes
 type Factors = tuple[Sequence[Any], Sequence[Any] | None]
 """Scale and bias, of this lane's two rows."""
 

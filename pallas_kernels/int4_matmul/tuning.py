@@ -27,7 +27,7 @@ SCALED_SHAPES = {
     2: [(16, 2, 1, 4), (8, 2, 2, 2), (4, 2, 4, 4)],
     8: [(16, 2, 1, 2), (8, 2, 2, 2), (4, 2, 4, 2)],
 }
-"""Beside those, where x is taken in columns or in float16 (columns.py, scaled.py): warps, parts, blocks at once, and
+"""Beside those, where x is taken in columns or lifted (columns.py, lifted.py): warps, parts, blocks at once, and
 strips between additions."""
 JOINED = {
     2: Schedule(16, 3, 2, 2, 132, scaled=True, joined=True),
@@ -93,13 +93,13 @@ def once_for(rows: int, weight: Packed, device_kind: str = "NVIDIA H200", fusion
 
 
 def _is_measured(plan: Plan, weight: Packed) -> bool:
-    """Whether weights may come by bulk copies, and x be taken in float16: only what has run on a GPU, more would do."""
+    """Whether weights may come by bulk copies, and x be lifted: only what has run on a GPU, more would do."""
     return plan.bits == 4 and weight.kind != "code_book" and plan.group_size in (32, 64, PART)
 
 
 @functools.cache
 def _best(plan: Plan, measured: bool, multiprocessors: int) -> Plan:
-    plans, many = [], plan.rows > max(SCALED_SHAPES)  # 16 rows were not faster in float16
+    plans, many = [], plan.rows > max(SCALED_SHAPES)
     if measured and not many:
         for warps, parts, resident, strips in _of_rows(SCALED_SHAPES, plan.rows):
             schedule = Schedule(warps, parts, strips, blocks=multiprocessors * resident, scaled=True)

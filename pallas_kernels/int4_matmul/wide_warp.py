@@ -25,9 +25,6 @@ class WideWarp(Int4Warp):
     def add_pairs(self, a: Value, b: Value) -> Value:
         return self._word("add.rn.bf16x2 $0, $1, $2;", a, b)
 
-    def multiply_pairs(self, a: Value, b: Value) -> Value:
-        return self._word("mul.rn.bf16x2 $0, $1, $2;", a, b)
-
     def fma_pairs(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c, rounded once."""
         return self._word("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c)
