@@ -60,6 +60,7 @@ class Case:
         s = self.chosen
         way = "scaled" if s.scaled else "digits" if s.digits else "halves"
         way += (" bulk" if s.bulk else "") + (" once" if s.once else "") + (" joined" if s.joined else "")
+        way += " apart" if s.apart else ""
         return {
             "op": "int4_matmul",
             "m": self.m,

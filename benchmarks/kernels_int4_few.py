@@ -58,6 +58,9 @@ LONG, HEAD = (12288, 4096), (1024, 151936)
 RESIDUAL = Fusion(residual=True)
 DIGITS = Schedule(warps=16, parts=2, strips=4, depth=3, digits=True)
 """Version 7."""
+APART = Schedule(warps=16, parts=2, strips=1, depth=4, scaled=True, bulk=True, apart=True)
+APART_FEW, APART_MANY = (dataclasses.replace(APART, depth=depth) for depth in (2, 3))
+APART_TALL = dataclasses.replace(APART, parts=1, depth=6)
 MANY = dataclasses.replace(HALVES, strips=2, bulk=True)
 CASES = [
     Case(1, *UP, 8.3, dataclasses.replace(ASYNCHRONOUS, strips=4), only="read"),
@@ -80,6 +83,11 @@ CASES = [
     Case(5, *LONG, 9.4, WIDE),
     *(Case(m, *LONG, us, tuning.JOINED[2], fusion=RESIDUAL) for m, us in ((1, 9.0), (5, 9.9), (8, 10.4))),
     *(Case(m, *DOWN, us, tuning.JOINED[7], fusion=RESIDUAL) for m, us in ((1, 10.0), (5, 10.9))),
+    Case(8, *UP, 10.0, APART),
+    *(Case(8, *shape, us, APART_FEW) for shape, us in ((OUT, 4.9), (QKV, 5.9))),
+    *(Case(16, *shape, us, APART_MANY) for shape, us in ((UP, 12.9), (OUT, 6.0), (QKV, 7.4))),
+    Case(16, *DOWN, 12.5, APART_TALL),
+    Case(5, *OUT, 4.7, APART_FEW, fusion=RESIDUAL),
     Case(1, *UP, 10.6, ONE, group=32),
     Case(1, *UP, 9.4, ONE, kind="symmetric"),
     Case(1, *UP, 10.8, ONE, group=32, kind="minimum"),

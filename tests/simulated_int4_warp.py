@@ -8,7 +8,7 @@ import numpy as np
 from simulated_code_words import SimulatedCodeWords
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
-from pallas_kernels.int4_matmul import mosaic, once, strip
+from pallas_kernels.int4_matmul import apart, mosaic, once, strip
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PLAIN, Fusion, Plan, Schedule
 from pallas_kernels.int4_matmul.stream import Weights
@@ -281,9 +281,10 @@ def _run_blocks(plan: Plan, arguments: Any, slices: range, block: int) -> None:
     def program(warp: SimulatedWarp, rank: int) -> None:
         w = SimulatedClusterWarp(warp, barriers)
         program = once.multiply if plan.schedule.once else mosaic.multiply
+        program = apart.multiply if plan.schedule.apart else program
         program(w, plan, arguments, w.integer(slices[rank]), w.integer(block))
 
-    run_cluster(len(slices), plan.schedule.warps, plan.shared_bytes, program)
+    run_cluster(len(slices), plan.threads // 32, plan.shared_bytes, program)
 
 
 def in_float64(x: np.ndarray, values: np.ndarray) -> np.ndarray:

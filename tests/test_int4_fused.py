@@ -89,6 +89,23 @@ def test_all_of_a_block_at_once_on_simulated_warps(rows, in_features, group_size
         check_simulated(rows, in_features, group_size, schedule, fusion, out_features=128, bound=4e-6)
 
 
+@pytest.mark.parametrize(
+    ("rows", "in_features", "group_size", "fusion", "depth"),
+    [
+        (3, 1024, 128, Fusion(residual=True), 1),
+        (5, 1024, 64, Fusion(norm_eps=EPS, gated=True), 2),
+        (8, 2048, 128, Fusion(norm_eps=EPS, gated=True), 3),
+        (16, 1024, 32, Fusion(norm_eps=EPS), 4),
+    ],
+)
+def test_warps_that_do_not_multiply_on_simulated_warps(rows, in_features, group_size, fusion, depth) -> None:
+    """More strips than the ring has slots and the sums have buffers, and fewer."""
+    strips = 2 if fusion.gated else 1
+    schedule = Schedule(in_features // 256, 2, strips, depth, 2, scaled=True, bulk=True, apart=True)
+    check_simulated(rows, in_features, group_size, schedule, fusion)
+    check_simulated(rows, in_features, group_size, schedule, fusion, out_features=32 * strips)
+
+
 def test_tiles_of_tokens_have_blocks_of_their_own_on_simulated_warps() -> None:
     schedule = Schedule(4, 1, 2, 2, 2, once=True, tiles=2)
     check_simulated(20, 512, 128, schedule, Fusion(norm_eps=EPS, gated=True), out_features=64, bound=4e-6)

@@ -174,6 +174,7 @@ def test_kernel_lowers_for_cuda(rows: int, out_features: int, in_features: int) 
         Schedule(warps=28, parts=1, strips=2, depth=2),
         Schedule(digits=True),
         Schedule(warps=4, scaled=True, bulk=True),
+        Schedule(warps=8, parts=1, strips=1, scaled=True, bulk=True, apart=True),
     ],
 )
 def test_schedules_lower_for_cuda(schedule: Schedule) -> None:
@@ -232,18 +233,29 @@ def test_what_has_been_measured_with_a_scaled_x_takes_it() -> None:
         assert schedule(rows, 14336, 4096).bulk
         assert schedule(rows, 4096, 14336).blocks == 264
         assert schedule(rows, 4096, 4096).scaled
-        assert schedule(rows, 4096, 4096).bulk == (rows < 3)  # two strips a block
+        assert schedule(rows, 4096, 4096).bulk
+        assert schedule(rows, 4096, 4096).apart == (rows > 2)
     assert schedule(1, 14336, 4096, 32).scaled
     assert schedule(5, 14336, 4096, 64).bulk
     assert schedule(1, 14336, 4096, zeros=False).scaled
-    assert schedule(16, 14336, 4096).bulk
-    others = [schedule(9, 14336, 4096), schedule(1, 14336, 4096, 16), schedule(1, 14336, 4000)]
+    assert schedule(16, 14336, 4096).apart
+    assert schedule(16, 4096, 14336).apart
+    assert schedule(16, 14336, 4096, 64).bulk
+    others = [schedule(9, 14336, 4096, 64), schedule(17, 14336, 4096), schedule(1, 14336, 4096, 16)]
+    others.append(schedule(1, 14336, 4000))
     assert not any(other.scaled for other in others)
 
 
 def test_bulk_copies_need_matrices_that_blocks_divide_evenly() -> None:
     with pytest.raises(ValueError, match="bulk copies need whole groups of at most 128 inputs for every warp of"):
         lower(1, 64, 576, 64, "zero_point", Schedule(warps=4, scaled=True, bulk=True))
+
+
+@pytest.mark.parametrize(("rows", "strips"), [(2, 1), (8, 2)])
+def test_warps_that_do_not_multiply_have_their_limits(rows: int, strips: int) -> None:
+    schedule = Schedule(warps=4, strips=strips, scaled=True, bulk=True, apart=True)
+    with pytest.raises(ValueError, match=f"by bulk copies, and add 1 strips, not {rows} rows"):
+        lower(rows, 64, 1024, 128, "zero_point", schedule)
 
 
 def test_leading_dimensions_and_out_dtype() -> None:

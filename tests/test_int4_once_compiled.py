@@ -52,6 +52,43 @@ def test_all_blocks_are_on_the_card_and_nothing_is_spilled(
     assert (shared_bytes + 1024) * (at_once + others) <= 228 * 1024
 
 
+APART = """
+from pallas_kernels.int4_matmul import mosaic
+from pallas_kernels.int4_matmul.plan import Fusion, Plan, Schedule
+
+rows, k, n, warps, parts, depth, normed = map(int, sys.argv[1:])
+weight = packed(n, k)
+fusion = Fusion(norm_eps=1e-5, gated=True) if normed else Fusion()
+blocks = 132 * (16 // warps)
+schedule = Schedule(warps, parts, 2 if normed else 1, depth, blocks, scaled=True, bulk=True, apart=True)
+given = {"norm": array(jnp.float32, k)} if normed else {}
+options = {"schedule": schedule, "out_dtype": jnp.dtype(jnp.bfloat16), "fusion": fusion}
+product = lambda x, weight, given: mosaic.int4_matmul(x, weight, **given, **options)
+compiled(product, array(jnp.bfloat16, rows, k), weight, given)
+plan = Plan.of(rows, weight, schedule, fusion)
+print(plan.threads, plan.shared_bytes, 16 // warps)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "warps", "parts", "depth", "normed"),
+    [
+        (8, 4096, 14336, 16, 2, 4, 0),
+        (16, 4096, 14336, 16, 2, 4, 0),
+        (8, 14336, 4096, 8, 2, 4, 0),
+        (16, 14336, 4096, 16, 1, 6, 0),
+        (5, 4096, 24576, 16, 2, 4, 1),
+        (8, 4096, 28672, 16, 2, 4, 1),
+    ],
+)
+def test_four_warps_more_have_registers(rows, k, n, warps, parts, depth, normed, tmp_path: pathlib.Path) -> None:
+    answer = run_program(APART, rows, k, n, warps, parts, depth, normed, dump=tmp_path)
+    threads, shared_bytes, at_once = map(int, answer.split())
+    (registers,) = check_reports(tmp_path, "int4_*", 1)
+    assert threads * -(-registers // 8) * 8 * at_once <= 65536
+    assert (shared_bytes + 1024) * at_once <= 228 * 1024
+
+
 BLOCK = """
 from pallas_kernels.int4_matmul import gated_once
 from pallas_kernels.int4_matmul.gated_plan import GatedPlan, shape_for

@@ -21,12 +21,14 @@ TEAM = 4
 class BulkStream:
     """The strips of a warp's team. Strip i lies in slot i + 1 of the ring; slot 0 is spare until the first turn."""
 
-    def __init__(self, w: Any, plan: Plan, weights: Weights, slice_: Any, block: Any):
+    def __init__(self, w: Any, plan: Plan, weights: Weights, slice_: Any, block: Any, warp: Any = None):
+        """`warp`: the one whose strips they are, by default this one."""
         self.w, self.plan = w, plan
         self.first_strip, self.count = first_and_count(plan, block)
-        self.first_tile = (slice_ * plan.schedule.warps + w.warp) * plan.warp_tiles
-        team, self._member = w.warp // TEAM, w.warp % TEAM
-        self._slots = plan.schedule.depth + 1
+        warp = w.warp if warp is None else warp
+        self.first_tile = (slice_ * plan.schedule.warps + warp) * plan.warp_tiles
+        team, self._member = warp // TEAM, warp % TEAM
+        self._slots = plan.slots
         self._ring = team * (TEAM * plan.ring_bytes)
         self._barriers = team * (2 * 8 * self._slots) + plan.barriers_start
         self._leader = self._member < 1
@@ -80,7 +82,7 @@ class BulkStream:
     def spare_is_free(self) -> None:
         """This warp has read what it wrote into its part of the spare slot."""
         self.w.barriers_ready()  # bulk copies come after those writes
-        self._release(self.w.integer(0))
+        self.release(self.w.integer(0))
 
     def first(self) -> tuple[Any, ...]:
         """What the loop carries: slot and parity of the strip, and of that two strips before."""
@@ -90,9 +92,9 @@ class BulkStream:
 
     def arrived(self, index: Any, carry: Sequence[Any]) -> Places:
         """Asks for a strip that is to come, and waits for strip `index`."""
-        w, plan = self.w, self.plan
+        w = self.w
         slot, parity, free_slot, free_parity = carry
-        coming = index + (plan.schedule.depth - 1)
+        coming = index + (self.plan.schedule.depth - 1)
 
         def refill() -> None:
             w.barrier_wait(self._empty(free_slot), free_parity)
@@ -100,6 +102,11 @@ class BulkStream:
 
         w.when(self._leader & (w.integer(0) < index) & (coming < self.count), refill)
         w.barrier_wait(self._full(slot), parity)
+        return self.places(slot)
+
+    def places(self, slot: Any) -> Places:
+        """Where this warp's part of the strip in a slot lies."""
+        plan = self.plan
         base = self._ring + slot * (TEAM * plan.slot_bytes)
         return Places(
             base + self._member * plan.words_bytes,
@@ -110,10 +117,11 @@ class BulkStream:
     def read(self, carry: Sequence[Any]) -> tuple[Any, ...]:
         """This warp has read its part of the strip."""
         slot, parity, free_slot, free_parity = carry
-        self._release(slot)
-        return (*self._after(slot, parity), *self._after(free_slot, free_parity))
+        self.release(slot)
+        return (*self.after(slot, parity), *self.after(free_slot, free_parity))
 
-    def _after(self, slot: Any, parity: Any) -> tuple[Any, Any]:
+    def after(self, slot: Any, parity: Any) -> tuple[Any, Any]:
+        """The next slot, and the parity of its barriers."""
         w = self.w
         around = w.integer(self._slots - 1) <= slot
         return w.select(around, w.integer(0), slot + 1), w.select(around, w.integer(1) - parity, parity)
@@ -127,7 +135,8 @@ class BulkStream:
     def _empty(self, slot: Any) -> Any:
         return self._barriers + slot * 16 + 8
 
-    def _release(self, slot: Any) -> None:
+    def release(self, slot: Any) -> None:
+        """This warp has read its part of what the slot holds."""
         self.w.warp_barrier()
         self.w.arrive_in(self._empty(slot), None, self.w.lane < 1)
 

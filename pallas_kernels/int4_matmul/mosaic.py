@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.early_launch import take_turn
-from pallas_kernels.int4_matmul import joined, once
+from pallas_kernels.int4_matmul import apart, joined, once
 from pallas_kernels.int4_matmul.book import Book
 from pallas_kernels.int4_matmul.bulk_stream import BulkStream
 from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
@@ -167,10 +167,11 @@ def partial_sums(
         raise ValueError(f"a cluster joins 2 to {MOST_JOINED} slices, not {plan.slices}")
     if schedule.bulk and not plan.even:
         raise ValueError(f"bulk copies need whole groups of at most {PART} inputs for every warp of {schedule}")
+    apart.check(plan)
     if schedule.once and not plan.whole:
         raise ValueError(f"a block for each strip needs whole parts of {PART} inputs for every warp of {schedule}")
     if program is None:
-        program = once.multiply if schedule.once else multiply
+        program = once.multiply if schedule.once else apart.multiply if schedule.apart else multiply
     dtype = jnp.dtype(jnp.float32) if plan.partials > 1 else jnp.dtype(out_dtype)
     operands = [*arrays_of(weight), *arrays, x]
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -196,7 +197,7 @@ def partial_sums(
         take_turn()
         emit(*refs, jax.lax.axis_index("slice"), jax.lax.axis_index("block"))
 
-    threads = {"num_threads": schedule.warps // 4, "thread_name": "warpgroup"} if schedule.warps > 4 else {}
+    threads = {"num_threads": plan.threads // 128, "thread_name": "warpgroup"} if plan.threads > 128 else {}
     # Blocks of a cluster have a name of their own, and are neighbours.
     grid: dict[str, Any] = {
         "grid": (plan.slices, plan.blocks_per_slice * schedule.tiles),

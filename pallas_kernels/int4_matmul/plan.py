@@ -8,6 +8,8 @@ from pallas_kernels.int4_matmul.packing_rows import ByteRows, InRows
 
 PIECE_BYTES = 512
 """A tile of 16 x 64 codes of 4 bits, half of one of 8: one 16-byte word for each lane of a warp."""
+HELPERS = 4
+"""Warps that do not multiply, where there are such."""
 PART = 128
 """Inputs that a warp multiplies at least: two tiles."""
 ROW_PADDING = 4
@@ -25,6 +27,9 @@ class Schedule:
     see operands.py and lifted.py (for one or two rows columns.py). `bulk`: weights come by bulk copies, see
     bulk_stream.py. `joined`: blocks that share outputs add up their slices themselves, see joined.py.
 
+    `apart`: four warps more ask for the weights, and add up and write what the others leave in shared memory, see
+    apart.py; `strips` are those of one result.
+
     `once`: a block has `strips` strips, all of them fetched at once, see once.py; `depth` is as many. Tokens are in
     `tiles`, each with blocks of its own.
     """
@@ -40,6 +45,7 @@ class Schedule:
     joined: bool = False
     once: bool = False
     tiles: int = 1
+    apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +98,7 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        return 32 * self.schedule.warps
+        return 32 * (self.schedule.warps + (HELPERS if self.schedule.apart else 0))
 
     @property
     def token_blocks(self) -> int:
@@ -218,8 +224,12 @@ class Plan:
 
     @property
     def ring_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    @property
+    def slots(self) -> int:
         """One slot more than are in flight, so that a copy never overwrites words that are still being read."""
-        return (self.schedule.depth + (0 if self.schedule.once else 1)) * self.slot_bytes
+        return self.schedule.depth + (0 if self.schedule.once or self.schedule.apart else 1)
 
     @property
     def token_bytes(self) -> int:
@@ -264,13 +274,17 @@ class Plan:
 
     @property
     def barriers_start(self) -> int:
-        """Two for each slot of the rings, see bulk_stream.py."""
+        """Two for each slot of the rings, see bulk_stream.py, and for each buffer of sums, see apart.py."""
         return self.norm_start + self.schedule.warps * self.norm_bytes
 
     @property
     def inbox_start(self) -> int:
         """Sums of this block's results, [strip, slice, token, 16], see joined.py."""
-        slots = self.schedule.warps // 4 * (self.schedule.depth + 1) if self.schedule.bulk else 0
+        return self.sum_barriers_start + (32 if self.schedule.apart else 0)
+
+    @property
+    def sum_barriers_start(self) -> int:
+        slots = self.schedule.warps // 4 * self.slots if self.schedule.bulk else 0
         return self.barriers_start + 16 * slots
 
     @property

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+from pallas_kernels.int4_matmul.columns import MOST_TOKENS
 from pallas_kernels.int4_matmul.packing import STRIP
 from pallas_kernels.int4_matmul.packing_int8 import Packed
 from pallas_kernels.int4_matmul.plan import PART, PLAIN, Fusion, Plan, Schedule
@@ -29,6 +30,14 @@ SCALED_SHAPES = {
 }
 """Beside those, where x is taken in columns or lifted (columns.py, lifted.py): warps, parts, blocks at once, and
 strips between additions."""
+APART_SHAPES = {8: [(16, 2, 4)], 16: [(16, 2, 3), (16, 1, 6)]}
+"""Before those, for groups of 128, with neither norm nor gate: four warps more (apart.py); warps, parts, strips ahead.
+
+Sixteen rows took a sixth to a quarter less than halves; eight as much as without for seven strips a block, and 2 to 6 %
+less for two or three. With a norm, which takes registers, and for groups of 32, they took more.
+"""
+APART_FEW_STRIPS, APART_FEW_DEPTH = 3, 2
+"""For up to 8 rows: of so many strips a block so many are asked for at first."""
 JOINED = {
     2: Schedule(16, 3, 2, 2, 132, scaled=True, joined=True),
     7: Schedule(8, 2, 2, 3, 7 * 32, scaled=True, joined=True),
@@ -100,6 +109,8 @@ def _is_measured(plan: Plan, weight: Packed) -> bool:
 @functools.cache
 def _best(plan: Plan, measured: bool, multiprocessors: int) -> Plan:
     plans, many = [], plan.rows > max(SCALED_SHAPES)
+    if measured:
+        plans += _apart(plan, multiprocessors)
     if measured and not many:
         for warps, parts, resident, strips in _of_rows(SCALED_SHAPES, plan.rows):
             schedule = Schedule(warps, parts, strips, blocks=multiprocessors * resident, scaled=True)
@@ -116,6 +127,24 @@ def _best(plan: Plan, measured: bool, multiprocessors: int) -> Plan:
         streamed = measured and many and plan.rows <= max(BULK_STRIPS)
         plans += [_streamed(p) if streamed and p.even else p for p in fitted]
     return min(plans, key=_waste)
+
+
+def _apart(plan: Plan, multiprocessors: int) -> list[Plan]:
+    """Plans with four warps more, where these have been measured."""
+    fusion = plan.fusion
+    if plan.rows <= MOST_TOKENS or plan.rows > max(APART_SHAPES) or plan.group_size != PART:
+        return []
+    if fusion.norm_eps is not None or fusion.gated:
+        return []
+    plans = []
+    for warps, parts, depth in _of_rows(APART_SHAPES, plan.rows):
+        schedule = Schedule(warps, parts, 1, depth, multiprocessors, scaled=True, bulk=True, apart=True)
+        p = dataclasses.replace(plan, schedule=schedule)
+        if plan.rows <= DIGITS_MAX_ROWS and p.most_strips <= APART_FEW_STRIPS:
+            p = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, depth=APART_FEW_DEPTH))
+        if p.even and _fits(p, 1):
+            plans.append(p)
+    return plans
 
 
 def _of_rows[Entry](table: dict[int, Entry], rows: int) -> Entry:
