@@ -174,6 +174,17 @@ class SimulatedWideWarp(SimulatedInt4Warp):
                 self.cluster.smem[block].view(np.uint8)[destination : destination + nbytes] = data
                 self.barriers.update(block, int(barrier[lane]), nbytes=-nbytes)
 
+    def copy_once(
+        self,
+        address: np.ndarray,
+        ref: np.ndarray,
+        offset: np.ndarray,
+        nbytes: int,
+        barrier: np.ndarray,
+        predicate: np.ndarray,
+    ) -> None:
+        self.copy_to_cluster(address, ref, offset, nbytes, barrier, 1, predicate)
+
     def store_at(
         self,
         ref: np.ndarray,

@@ -151,5 +151,5 @@ class BulkStream:
         w.expect_bytes(full, TEAM * plan.slot_bytes, go)
         place = self._ring + slot * (TEAM * plan.slot_bytes)
         for array, offset, stride, nbytes in self._copies:
-            w.copy_to_cluster(place, array, offset + strip * stride, TEAM * nbytes, full, 1, go)
+            w.copy_once(place, array, offset + strip * stride, TEAM * nbytes, full, go)
             place = place + TEAM * nbytes

@@ -125,6 +125,21 @@ class WideWarp(Int4Warp):
         ptx = f"@$3 {operation}.multicast::cluster [$0], [$1], {nbytes}, [$2], $4;"
         self._emit(ptx, "r,l,r,b,h", *operands, mask)
 
+    def copy_once(
+        self, address: Value, ref: ir.Value, offset: Value, nbytes: int, barrier: Value, predicate: Value
+    ) -> None:
+        """Starts a copy from byte `offset` of `ref` to this block; it reports its bytes to the barrier.
+
+        The bytes are the first to leave the L2 cache, so that what is read again stays: x, and the kernels' code.
+        """
+        ptx = (
+            "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
+            "@$3 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+            f"[$0], [$1], {nbytes}, [$2], policy; }}"
+        )
+        operands = [self._shared(address), self._pointer(ref, offset, 1), self._shared(barrier), predicate.ir]
+        self._emit(ptx, "r,l,r,b", *operands)
+
     def store_at(self, ref: ir.Value, offset: Value, constant: int, value: Value, dtype: str, predicate: Value) -> None:
         """A float32 value, rounded to `dtype`, to element `offset + constant`.
 
