@@ -20,6 +20,7 @@ FILES = (
     "test_int4_wide.py",
     "test_mlp_block.py",
     "test_attention_block.py",
+    "test_next_token.py",
     "test_byte_matmul.py",
     "test_packed_products.py",
     "test_packed_weights.py",

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int32
 
 from jaxinfer import kv_cache
 from jaxinfer.attention_routes import attend, decode_few, rotated_heads
-from jaxinfer.config import ModelConfig
-from jaxinfer.layers.embedding import embed, head
+from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.layers.embedding import embed, head, norm_head
 from jaxinfer.layers.linear import Weight, add_linear, add_order, linear, norm_linear_of
 from jaxinfer.layers.mlp import gated_hidden, is_packed_mlp, packed_mlp
 from jaxinfer.layers.norm import rms_norm
@@ -149,6 +149,7 @@ def one_kernel[Cache: KVCache](
         params.qkv,
         params.o,
         pages,
+        tokens.first,
         None if rope is None else tokens.rope_tables[rope],
         norm_eps=config.norm_eps,
         num_heads=config.num_heads,
@@ -262,36 +263,76 @@ def forward[Cache: KVCache](
     With `order`, which are distinct flat places of `token_ids`, only the tokens there are computed, and padding as far
     as it is among them: rows are what attention sees, and may be as short as its kernel likes them. All that are not
     padding must be there, and without `wanted` the result is [1, ordered, hidden].
-
-    Layers are unrolled: `scan` over stacked layers copies each layer's slice, 2.75 times slower on an H200.
     """
     if context_lengths is None:
         context_lengths = jnp.max(positions, axis=1) + 1
+    tables = tables_of(positions, context_lengths, config)
+    tokens = Tokens(positions, page_table, tables, stage, order)
+    x = embedded(params, token_ids, tokens, config)
+    x, cache = stream_of(params, x, cache, tokens, config=config, wanted=wanted)
+    return rms_norm(x, params.norm, config.norm_eps), cache
+
+
+def tables_of(
+    positions: Int32[Array, "batch places"], context_lengths: Int32[Array, " batch"], config: ModelConfig
+) -> dict[RopeConfig, tuple[jax.Array, jax.Array]]:
+    """`rope_tables` of each kind of angles that layers have."""
     rope_positions = jnp.maximum(positions, 0)
-    tables = {
+    return {
         rope: rope_tables(rope, rope_positions, context_lengths)
         for rope in dict.fromkeys(layer.rope for layer in config.layers)
         if rope is not None
     }
-    tokens = Tokens(positions, page_table, tables, stage, order)
-    # Padding is zeros, whatever its id: that token's embedding may be NaN, and attention's 0 * NaN would spread it.
+
+
+def embedded(
+    params: Params, token_ids: Int32[Array, "batch tokens"], tokens: Tokens, config: ModelConfig
+) -> Float[Array, "rows places hidden"]:
+    """What the first layer takes.
+
+    Padding is zeros, whatever its id: that token's embedding may be NaN, and attention's 0 * NaN would spread it.
+    """
     x = embed(tokens.out_of_rows(token_ids[:, :, None])[:, :, 0], params.embed_tokens, config)
-    is_token = tokens.out_of_rows((positions >= 0)[:, :, None])
-    x = jnp.where(is_token, x, jnp.zeros((), x.dtype))
+    is_token = tokens.out_of_rows((tokens.positions >= 0)[:, :, None])
+    return jnp.where(is_token, x, jnp.zeros((), x.dtype))
+
+
+def stream_of[Cache: KVCache](
+    params: Params,
+    x: Float[Array, "rows places hidden"],
+    cache: Cache | None,
+    tokens: Tokens,
+    *,
+    config: ModelConfig,
+    wanted: Int32[Array, " batch"] | None = None,
+) -> tuple[Float[Array, "_ _ hidden"], Cache | None]:
+    """`forward` behind the embedding and up to the last norm: what `norm_logits` takes, and the updated cache.
+
+    Layers are unrolled: `scan` over stacked layers copies each layer's slice, 2.75 times slower on an H200.
+    """
+    stream: Residual = x
+    batch, num_tokens = tokens.positions.shape[0], tokens.positions.size
     for index, layer in enumerate(params.layers):
-        if token_ids.size >= MANY_TOKENS:
-            x, layer, cache = jax.lax.optimization_barrier((x, layer, cache))
-        last = index == len(params.layers) - 1 and token_ids.size >= MANY_TOKENS
+        if num_tokens >= MANY_TOKENS:
+            stream, layer, cache = jax.lax.optimization_barrier((stream, layer, cache))
+        last = index == len(params.layers) - 1 and num_tokens >= MANY_TOKENS
         following = params.layers[index + 1] if index + 1 < len(params.layers) else None
         with jax.named_scope(f"layer_{index}"):
-            x, cache = decoder_layer(layer, x, cache, index, tokens, config, wanted if last else None, following)
-    x = settled(x)
-    if wanted is not None and x.shape[:2] != (positions.shape[0], 1):
+            of_one = wanted if last else None
+            stream, cache = decoder_layer(layer, stream, cache, index, tokens, config, of_one, following)
+    x = settled(stream)
+    if wanted is not None and x.shape[:2] != (batch, 1):
         x = tokens.one(x, wanted)
-    return rms_norm(x, params.norm, config.norm_eps), cache
+    return x, cache
 
 
 def logits(params: Params, hidden: Float[Array, "*batch hidden"], config: ModelConfig) -> Float[Array, "*batch vocab"]:
     """float32 logits of the hidden states that `forward` returned."""
     weight = params.embed_tokens if params.lm_head is None else params.lm_head
     return head(hidden, weight, config)
+
+
+def norm_logits(params: Params, x: Float[Array, "*batch hidden"], config: ModelConfig) -> Float[Array, "*batch vocab"]:
+    """`logits` of what `stream_of` returned, normalised on the way."""
+    weight = params.embed_tokens if params.lm_head is None else params.lm_head
+    return norm_head(x, params.norm, weight, config)

@@ -23,9 +23,13 @@ class Tokens:
     positions: Int32[Array, "batch tokens"]
     page_table: PageTable | None
     rope_tables: dict[RopeConfig, tuple[jax.Array, jax.Array]]
+    """Of the tokens' angles, and maybe of those that follow a row's last."""
     stage: Stage
     order: Int32[Array, " ordered"] | None = None
     """Of tokens that are computed without their rows' padding, side by side in one row: flat places in `positions`."""
+
+    first: Int32[Array, " places"] | None = None
+    """Of a single row, its first position at place 0, where that is in memory already."""
 
     @property
     def columns(self) -> Int32[Array, "batch tokens"]:

@@ -47,6 +47,24 @@ class SimulatedClusterWarp(SimulatedWideWarp):
         for lane in np.flatnonzero(keep):
             self.barriers.update(int(block[lane]), barrier, nbytes=-4 * len(words))
 
+    def order_of(self, number: np.ndarray) -> np.ndarray:
+        bits = number.view(np.int32)
+        return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
+
+    def largest_integer(self, x: np.ndarray) -> np.ndarray:
+        return np.full(32, x.max(), np.int32)
+
+    def smallest_integer(self, x: np.ndarray) -> np.ndarray:
+        return np.full(32, x.min(), np.int32)
+
+    def load_integers(self, ref: np.ndarray) -> tuple[np.ndarray, ...]:
+        assert ref.dtype == np.int32
+        return tuple(np.full(32, number, np.int32) for number in ref[:2])
+
+    def store_integers(self, ref: np.ndarray, integers: Sequence[np.ndarray], predicate: np.ndarray) -> None:
+        for lane in np.flatnonzero(predicate):
+            ref[: len(integers)] = [integer[lane] for integer in integers]
+
     def prefetch(self, ref: np.ndarray, offset: np.ndarray, nbytes: np.ndarray, predicate: np.ndarray) -> None:
         """Counts how often each of the array's bytes was asked for."""
         for lane in np.flatnonzero(predicate):

@@ -137,3 +137,37 @@ def test_an_attention_block_is_on_the_card_at_once(
     blocks = int(run_program(ATTENTION, tokens, *heads, dump=tmp_path))
     (registers,) = check_reports(tmp_path, "attention_block*", 1)
     assert blocks <= 132 and 256 * registers <= 65536
+
+
+NEXT = """
+from pallas_kernels.next_token import mosaic
+
+vocab, hidden = map(int, sys.argv[1:])
+places, angles = array(jnp.int32, 2), array(jnp.float32, 5, 64)
+logits, table = array(jnp.float32, vocab), array(jnp.bfloat16, vocab, hidden)
+choose = lambda *given: mosaic.choose_next(*given, num_tokens=vocab - 1)
+compiled(choose, logits, table, places, places, angles, angles)
+"""
+
+
+@pytest.mark.parametrize("vocab", [151936, 262144])
+def test_a_cluster_that_chooses_a_token_spills_nothing(vocab: int, tmp_path: pathlib.Path) -> None:
+    run_program(NEXT, vocab, 1024, dump=tmp_path)
+    (registers,) = check_reports(tmp_path, "next_token*", 1)
+    assert 512 * registers <= 65536
+
+
+HEAD = """
+from pallas_kernels.int4_matmul import mosaic, tuning
+from pallas_kernels.int4_matmul.plan import Fusion
+
+weight, fusion = packed(151936, 1024), Fusion(norm_eps=1e-6)
+options = {"schedule": tuning.plan_for(1, weight, fusion=fusion).schedule, "out_dtype": jnp.dtype(jnp.float32)}
+head = lambda x, weight, norm: mosaic.int4_matmul(x, weight, norm, **options, fusion=fusion)
+compiled(head, array(jnp.bfloat16, 1, 1024), weight, array(jnp.float32, 1024))
+"""
+
+
+def test_a_head_that_normalises_spills_nothing(tmp_path: pathlib.Path) -> None:
+    run_program(HEAD, dump=tmp_path)
+    check_reports(tmp_path, "int4_*", 1)

@@ -17,6 +17,7 @@ from scipy import stats
 
 import jaxinfer.generation
 import jaxinfer.speculative.batch
+import jaxinfer.speculative.model_draft
 from jaxinfer import kv_cache, steps
 from jaxinfer.batch import Limits
 from jaxinfer.generation import generate, logits, requests_for, stream
@@ -29,6 +30,7 @@ from jaxinfer.speculative.drafts import Draft, ModelDraft, NgramDraft, SelfDraft
 from jaxinfer.speculative.model_draft import DraftCache
 from jaxinfer.speculative.null_draft import NullDraft
 from jaxinfer.speculative.policy import FixedLength, LengthByContext
+from jaxinfer.speculative.report import SpeculationReport
 from jaxinfer.speculative.speculation import Speculation, as_speculation
 
 CASE = families.BY_NAME["llama"]
@@ -88,6 +90,33 @@ def test_greedy_tokens_are_those_of_transformers(name: str, kind: str):
     [output] = generate(model, case.prompt.tolist(), greedy(max_tokens=length), draft=speculation)
     assert list(output.token_ids) == case.continuation.tolist()
     assert sum(speculation.report.judged) > 0 or kind == "n-gram"
+
+
+@pytest.mark.parametrize(("name", "k"), [("llama", 4), ("qwen3", 1), ("phi3_longrope", 2)])
+def test_passes_of_one_row_chained_as_a_kernel_chains_them(name: str, k: int, monkeypatch):
+    """The draft's tokens are those of passes that each begin by themselves; padding ids are no tokens."""
+    model, proposer = load_case(name), jaxinfer.speculative.model_draft.ModelProposer
+    draft, calls, chained = ModelDraft(perturbed(model, 0.2), k=k), [], proposer._chained
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return chained(*arguments)
+
+    def run() -> tuple[tuple[int, ...], SpeculationReport]:
+        jax.clear_caches()
+        speculation = fixed(draft)
+        [output] = generate(model, [PROMPTS[1]], greedy(), draft=speculation)
+        return output.token_ids, speculation.report
+
+    monkeypatch.setattr(proposer, "_chained", counted)
+    tokens, report = run()
+    assert not calls  # this process has no GPU
+    monkeypatch.setattr(jaxinfer.speculative.model_draft, "next_token_refusal", lambda *_: None)
+    chained_tokens, chained_report = run()
+    assert calls
+    assert chained_tokens == tokens
+    assert chained_report.histogram == report.histogram
+    assert 0.0 < report.acceptance_rate < 1.0
 
 
 # --- Every option

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 
 import jax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxinfer.layers.residual import Pending, Residual
 from jaxinfer.layers.weights import Weight
@@ -27,7 +27,8 @@ def packed_attention(
     qkv: Weight,
     o: Weight,
     pages: LayerPages,
-    rope: tuple[Float32[Array, "batch tokens half"], Float32[Array, "batch tokens half"]] | None,
+    first: Int32[Array, " places"] | None,
+    rope: tuple[Float32[Array, "batch places half"], Float32[Array, "batch places half"]] | None,
     *,
     norm_eps: float,
     num_heads: int,
@@ -40,9 +41,8 @@ def packed_attention(
     """The residual stream behind the output projection, still pending, and the pools with the new tokens.
 
     For few tokens of one row of a small model with packed weights; else None, and the log (at level debug) has the
-    reason, each once. The new tokens' places follow each other,
-    from the row's first position on; -1 is an idle row. `ahead`: weights that are read next, which the kernel may bring
-    nearer.
+    reason, each once. The new tokens' places follow each other, from the row's first position on; -1 is an idle row.
+    `first` and `rope` are as `Tokens` has them. `ahead`: weights that are read next, which the kernel may bring nearer.
     """
     y, partial = (x.x, x.partial) if isinstance(x, Pending) else (x, None)
     if norm is None or pages.older or not isinstance(qkv, Packed) or not isinstance(o, Packed):
@@ -63,7 +63,7 @@ def packed_attention(
         keys,
         values,
         table,
-        pages.positions[:, 0],
+        pages.positions[:, 0] if first is None else first,
         *(rope or (None, None)),
         norm=norm,
         norm_eps=norm_eps,

@@ -22,6 +22,8 @@ from jaxinfer.speculative.compatibility import check_model, check_tokens, tell_o
 from jaxinfer.speculative.ngram import check_k
 from jaxinfer.speculative.proposer import Rows, Wanted, at_places, fit_vocabulary, idle_safe, newest
 from jaxinfer.steps import prefill_positions
+from jaxinfer.tokens import Tokens
+from pallas_kernels.next_token import next_token, next_token_refusal
 
 
 @typing.no_type_check  # JAX rebuilds pytrees around placeholders, as in `lower`
@@ -114,6 +116,9 @@ class ModelProposer:
         rows: Rows,
         wanted: Wanted,
     ) -> tuple[Proposal, DraftCache | tuple[()], PagedKVCache]:
+        if not isinstance(state, tuple) and self.chains(params, rows, wanted):
+            proposal, pages = self._chained(params, state.cache, rows, wanted)
+            return proposal, DraftCache(pages, self._written(state, rows, wanted)), cache
         variant = dataclasses.replace(wanted.variant, num_logprobs=None)
         sampling = dataclasses.replace(rows.sampling, keys=rows.noise_keys)
         choose = functools.partial(self._choose, variant=variant, with_logits=wanted.with_logits)
@@ -142,8 +147,62 @@ class ModelProposer:
         proposal = Proposal(tokens, jnp.full(tokens.shape[0], wanted.num_drafted, jnp.int32), logits)
         if isinstance(state, tuple):
             return proposal, state, pages
-        written = jnp.where(rows.positions >= 0, rows.positions + wanted.num_drafted, state.lengths)
-        return proposal, DraftCache(pages, written), cache
+        return proposal, DraftCache(pages, self._written(state, rows, wanted)), cache
+
+    @staticmethod
+    def _written(state: DraftCache, rows: Rows, wanted: Wanted) -> Int32[Array, " batch"]:
+        return jnp.where(rows.positions >= 0, rows.positions + wanted.num_drafted, state.lengths)
+
+    def chains(self, params: Params, rows: Rows, wanted: Wanted) -> bool:
+        """Whether a kernel takes each pass's logits to what the next pass begins with: of a single greedy row."""
+        config, variant, ropes = self.config, wanted.variant, {layer.rope for layer in self.config.layers}
+        (rope,) = ropes if len(ropes) == 1 else (None,)
+        if rows.positions.size != 1 or wanted.with_logits or rope is None or config.embedding_multiplier != 1.0:
+            return False
+        if not variant.greedy or variant.penalties or variant.logit_bias or variant.min_tokens:
+            return False
+        return next_token_refusal(config.vocab_size, params.embed_tokens, rope.rotary_dim // 2) is None
+
+    def _chained(
+        self, params: Params, pages: PagedKVCache, rows: Rows, wanted: Wanted
+    ) -> tuple[Proposal, PagedKVCache]:
+        """The passes of a single greedy row, where what lies between two of them is a kernel."""
+        config, num_tokens = self.config, min(wanted.variant.num_tokens, self.vocab_size, self.config.vocab_size)
+        (rope,) = {layer.rope for layer in config.layers}
+        assert rope is not None
+        both = at_places(rows.history, rows.positions[:, None] + jnp.array([[-1, 0]], jnp.int32))
+        positions = idle_safe(rows.positions, 2)
+        positions = jnp.where(positions >= 0, positions - 1, jnp.int32(-1))
+        # Angles of all passes at once.
+        places = rows.positions[:, None] + jnp.arange(-1, wanted.num_drafted, dtype=jnp.int32)[None, :]
+        cos, sin = decoder.tables_of(places, rows.context_lengths, config)[rope]
+        start = jax.lax.optimization_barrier(positions[0])
+        tokens = Tokens(positions, rows.page_table, {rope: (cos, sin)}, "decode", first=start)
+        x = decoder.embedded(params, both, tokens, config)
+        x, first_pages = decoder.stream_of(params, x, pages, tokens, config=config)
+        assert first_pages is not None
+        chosen = functools.partial(
+            next_token, table=params.embed_tokens, start=start, cos=cos, sin=sin, num_tokens=num_tokens
+        )
+
+        def logits_of(x: jax.Array) -> jax.Array:
+            return decoder.norm_logits(params, x[:, -1], config)[0]
+
+        def another(carry: tuple[jax.Array, jax.Array, PagedKVCache], _: None):
+            logits, places, pages = carry
+            begun = chosen(logits, places=places)
+            angles = {rope: (begun.cos, begun.sin)}
+            tokens = Tokens(begun.places[None, :1], rows.page_table, angles, "decode", first=begun.places)
+            x, new_pages = decoder.stream_of(params, begun.x, pages, tokens, config=config)
+            assert new_pages is not None
+            return (logits_of(x), begun.places, new_pages), begun.token
+
+        carry = (logits_of(x), start, first_pages)
+        # Unrolled, since a pass of a small model is so short that a loop's own kernels and copies count beside it.
+        (logits, places, pages), drafted = jax.lax.scan(another, carry, length=wanted.num_drafted - 1, unroll=4)
+        last = chosen(logits, places=places).token
+        drafted = jnp.concatenate([drafted, last[None]]).swapaxes(0, 1)
+        return Proposal(drafted, jnp.full(1, wanted.num_drafted, jnp.int32)), pages
 
     def _forward(
         self, params: Params, tokens: jax.Array, pages: PagedKVCache, *, rows: Rows, first: int | jax.Array

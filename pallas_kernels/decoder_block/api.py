@@ -36,9 +36,9 @@ def attention_block(
     k_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "num_pages kv_heads page_size head_dim"],
     page_table: Int32[Array, "1 pages"],
-    positions: Int32[Array, " 1"],
-    cos: Float32[Array, "1 tokens half"] | None,
-    sin: Float32[Array, "1 tokens half"] | None,
+    positions: Int32[Array, " places"],
+    cos: Float32[Array, "1 angles half"] | None,
+    sin: Float32[Array, "1 angles half"] | None,
     *,
     norm: Float32[Array, " hidden"],
     norm_eps: float,
@@ -52,7 +52,8 @@ def attention_block(
     """Adds slices, normalises, projects, appends, attends and multiplies with o, in one kernel.
 
     What `int4_matmul_of_sum`, `decode_attention` and `int4_slices` do one after the other; the caller has asked
-    `attention_block_refusal` first. The arguments are theirs, `norm_eps` that of all norms. `ahead`: arrays that
+    `attention_block_refusal` first. The arguments are theirs, `norm_eps` that of all norms; of `positions` the first
+    counts, and of the angles as many as there are tokens. `ahead`: arrays that
     kernels behind this one read, brought into the L2 cache.
 
     Returns:

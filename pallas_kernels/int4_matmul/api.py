@@ -104,32 +104,34 @@ def int4_matmul_fused(
     norm_eps: float = 1e-6,
     gated: bool = False,
     residual: Float[Array, "*rows out_features"] | None = None,
+    out_dtype: DTypeLike | None = None,
     backend: Backend | None = None,
 ) -> Float[Array, "*rows results"]:
     """`int4_matmul` with what surrounds it in a decoder layer, in one kernel where `fused_refusal` is None.
 
     Args:
-      x, w, backend: as in `int4_matmul`.
+      x, w, out_dtype, backend: as in `int4_matmul`.
       norm: weights of an RMS norm that x goes through first, with `norm_eps`.
       gated: the first half of the weight's outputs is a gate, and the result silu(gate) * second half.
       residual: is added to the result.
 
     Returns:
-      [*rows, out_features], or half as many where `gated`, in x's dtype. In the kernel everything between x and the
+      [*rows, out_features], or half as many where `gated`. In the kernel everything between x and the
       result is float32, but x times the norm's weights, which is rounded to bfloat16.
     """
     rows, in_features = math.prod(x.shape[:-1]), x.shape[-1]
     fusion = Fusion(None if norm is None else norm_eps, gated, residual is not None)
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if fused_refusal(x, w, norm_eps=fusion.norm_eps, gated=gated, residual=fusion.residual, backend=backend) is None:
-        flat = None if residual is None else residual.reshape(rows, -1).astype(x.dtype)  # as the kernel reads it
+        flat = None if residual is None else residual.reshape(rows, -1).astype(dtype)  # as the kernel reads it
         arrays = dispatch.in_memory((x.reshape(rows, in_features), norm, flat))
         plan = _fused_plan(rows, w, fusion)
         if plan is None:
             schedule = wide_tuning.wide_schedule(rows, w, jax.devices()[0].device_kind)
-            options = {"schedule": schedule, "out_dtype": x.dtype, "norm_eps": norm_eps}
+            options = {"schedule": schedule, "out_dtype": dtype, "norm_eps": norm_eps}
             out = wide.int4_matmul(*arrays[:1], w, *arrays[1:2], **options)
         else:
-            options = {"schedule": plan.schedule, "out_dtype": x.dtype, "fusion": fusion}
+            options = {"schedule": plan.schedule, "out_dtype": dtype, "fusion": fusion}
             out = mosaic.int4_matmul(arrays[0], w, *arrays[1:], **options)
         return out.reshape(*x.shape[:-1], out.shape[-1])
     x32 = x.astype(jnp.float32)
@@ -144,7 +146,7 @@ def int4_matmul_fused(
         out = jax.nn.silu(gate) * other
     if residual is not None:
         out = out + residual.astype(jnp.float32)
-    return out.astype(x.dtype)
+    return out.astype(dtype)
 
 
 def fused_refusal(

@@ -10,7 +10,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm
 
 from pallas_kernels.int4_matmul.wide_warp import WideWarp
-from pallas_kernels.paged_attention.warp import Value
+from pallas_kernels.paged_attention.warp import Value, Words
 
 
 class ClusterWarp(WideWarp):
@@ -88,6 +88,36 @@ class ClusterWarp(WideWarp):
             names = ", ".join(f"${i + 1}" for i in range(len(some)))
             ptx = f"@${len(some) + 1} st.shared.v{len(some)}.b32 [$0], {{{names}}};"
             self._emit(ptx, ",".join(["r"] * (len(some) + 1) + ["b"]), self._scratch, *(word.ir for word in some), none)
+
+    # Integers
+    def order_of(self, number: Value) -> Value:
+        """An integer that is the larger, the larger the float32 number is."""
+        ptx = (
+            "{ .reg .b32 bits, lower; mov.b32 bits, $1; shr.s32 lower, bits, 31; and.b32 lower, lower, 0x7FFFFFFF; "
+            "xor.b32 $0, bits, lower; }"
+        )
+        return self._word(ptx, number)
+
+    def largest_integer(self, x: Value) -> Value:
+        """The largest of all lanes' integers."""
+        return self._over_lanes("max", x)
+
+    def smallest_integer(self, x: Value) -> Value:
+        return self._over_lanes("min", x)
+
+    def _over_lanes(self, operation: str, x: Value) -> Value:
+        ptx = f"redux.sync.{operation}.s32 $0, $1, 0xFFFFFFFF;"
+        return Value(llvm.inline_asm(x.ir.type, [x.ir], ptx, "=r,r", has_side_effects=True))
+
+    def load_integers(self, ref: ir.Value) -> Words:
+        """The first two integers of an array; the same for all lanes."""
+        return self._load(self._pointer(ref, self.integer(0), 4), 2, None, 0)
+
+    def store_integers(self, ref: ir.Value, integers: Sequence[Value], predicate: Value) -> None:
+        """To the first places of an array."""
+        pointer = self._pointer(ref, self.integer(0), 4)
+        for i, integer in enumerate(integers):
+            self._emit(f"@$2 st.global.b32 [$0 + {4 * i}], $1;", "l,r,b", pointer, integer.ir, predicate.ir)
 
     def prefetch(self, ref: ir.Value, offset: Value, nbytes: Value, predicate: Value) -> None:
         """Asks for bytes from byte `offset` of `ref` on, both multiples of 16, to be brought into the L2 cache."""
