@@ -15,6 +15,7 @@ import typing
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
@@ -54,8 +55,7 @@ def sample(
     counts the new tokens.
     """
     processed = processed_logits(logits, state, variant, num_generated)
-    tokens = jnp.argmax(processed, axis=1).astype(jnp.int32)
-    largest = jnp.take_along_axis(processed, tokens[:, None], axis=1)[:, 0]  # NaN if any is
+    largest, tokens = largest_of(processed)
     valid = jnp.isfinite(largest)
     if processed is not logits:  # what was masked counts too
         valid &= jnp.max(logits, axis=1) < jnp.inf
@@ -66,6 +66,24 @@ def sample(
     if variant.num_logprobs is not None:
         logprobs = token_logprobs(logits, tokens, variant.num_logprobs, variant.num_tokens)
     return SamplerOutput(tokens, valid, logprobs), count_tokens(state, tokens)
+
+
+def largest_of(
+    logits: Float32[Array, "batch vocab"],
+) -> tuple[Float32[Array, " batch"], Int32[Array, " batch"]]:
+    """Each row's largest logit, NaN if any is, and where it comes first: `jnp.argmax`, whose reduction has both.
+
+    Reading the logit at the place that it returns is a kernel of its own.
+    """
+
+    def better(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (number, place), (known, known_place) = one, other
+        is_better = (number > known) | (number != number)
+        is_first = is_better | ((number == known) & (place < known_place))
+        return jnp.where(is_better, number, known), jnp.where(is_first, place, known_place)
+
+    places = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return lax.reduce((logits, places), (np.float32(-np.inf), np.int32(0)), better, (1,))
 
 
 def processed_logits(

@@ -163,7 +163,7 @@ def test_passes_of_one_row_are_chained_by_a_kernel() -> None:
     """Four of the 67 kernels choose a draft's token; of its angles, place and embedding there are no others."""
     facts = compile_program("spec_model", 1, "bfloat16", "mosaic", "int4")
     assert (facts["kernels"], facts["copies"]) == (67, 0)
-    assert facts["small"] <= 42
+    assert facts["small"] <= 33
     assert facts["aliased"] >= facts["pools"]
 
 

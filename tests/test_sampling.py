@@ -530,7 +530,7 @@ def test_a_variant_contains_only_what_it_needs(params, absent):
     arguments = (jnp.zeros((2, 512)), state, jnp.zeros(2, jnp.int32))
     function = functools.partial(lambda logits, state, generated: sample(logits, state, variant, generated))
     names = primitives(jax.make_jaxpr(function)(*arguments).jaxpr)
-    assert "argmax" in names
+    assert "reduce" in names  # of the largest logit and its place
     assert not names & absent
     compiled = jax.jit(function).lower(*arguments).compile().as_text()
     assert " sort(" not in compiled

@@ -140,7 +140,11 @@ def judge(
             exact = jnp.where(drawn[:, None], _passes(logprobs, proposal, sampling.keys, num_generated), exact)
         accepted = acceptance.accepts(Drafted(proposal, exact, logprobs, num_generated, max_tokens))
         accepted &= proposed & valid[:, :drafted]
-        num_accepted = jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+        # Not as a sum over an axis, which of a single row is a kernel of its own.
+        num_accepted, kept = jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool)
+        for place in range(drafted):
+            kept &= accepted[:, place]
+            num_accepted += kept.astype(jnp.int32)
         if proposal.logits is not None and not variant.greedy:
             assert sampling.keys is not None
             replaced = _from_residual(logprobs, proposal.logits, num_accepted, sampling.keys, num_generated)

@@ -8,6 +8,7 @@ plain decoding.
 
 import dataclasses
 import typing
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -116,8 +117,9 @@ def spec_steps(
     config, proposer, num_drafted = method.config, method.proposer, wanted.num_drafted
     state = dataclasses.replace(state, history=_with_newest(state.history, state.decode))
 
-    def step(carry: tuple[PagedKVCache, SpeculativeState], _: None):
-        cache, state = carry
+    def step(carry: tuple[PagedKVCache, SpeculativeState, jax.Array], _: None):
+        cache, before, numbers = carry
+        state = _with_small(before, numbers)
         decode = state.decode
         positions = jnp.where(decode.done, jnp.int32(-1), decode.positions)
         tokens, proposal, draft_state = decode.tokens[:, None], None, state.draft
@@ -156,16 +158,54 @@ def spec_steps(
             state = dataclasses.replace(state, draft=proposer.settle(draft_state, state.decode.positions))
         running = ~decode.done
         proposed, accepted = jnp.where(running, lengths, -1), jnp.where(running, verdict.num_accepted, -1)
-        # One array a step: each of its own would be a kernel of its own.
-        numbers = jnp.stack([gained, failed.astype(jnp.int32), proposed, accepted], axis=1)
-        return (new_cache, state), (jnp.concatenate([numbers, verdict.tokens], axis=1), verdict.logprobs)
+        # One array a step: each of its own would be a kernel of its own, and a copy.
+        numbers = [*_small(state)[0], gained, failed, proposed, accepted, *jnp.unstack(verdict.tokens, axis=1)]
+        numbers = jax.lax.optimization_barrier(_in_columns(numbers))
+        # Backwards, since XLA would make a copy of what needs no kernel, on another stream and outside of the graph.
+        return (new_cache, _with_small_of(state, before), numbers), (numbers[:, ::-1], verdict.logprobs)
 
-    (cache, state), (numbers, logprobs) = jax.lax.scan(step, (cache, state), None, length=num_steps)
+    small = _small(state)[0]
+    width = len(small) + 4 + num_drafted + 1
+    numbers = jnp.pad(_in_columns(small), ((0, 0), (0, width - len(small))))
+    (cache, state, last), (numbers, logprobs) = jax.lax.scan(step, (cache, state, numbers), None, length=num_steps)
+    state, numbers = _with_small(state, last), numbers[:, :, ::-1][:, :, len(small) :]
     gained, failed, proposed, accepted = (numbers[:, :, place] for place in range(4))
     tokens, logprobs = _by_row(gained, (numbers[:, :, 4:], logprobs))
     totals = jnp.sum(gained, axis=0, dtype=jnp.int32)
     chunk = DecodedChunk(tokens, totals, jnp.any(failed > 0, axis=0), logprobs)
     return cache, state, chunk, StepCounts(proposed, accepted)
+
+
+def _small(state: SpeculativeState) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], SpeculativeState]]:
+    """What changes in every step and is one number or truth a row, and the state with others in their place."""
+    decode = state.decode
+    leaves, structure = jax.tree.flatten(state.draft)
+    small = (jnp.dtype(jnp.int32), jnp.dtype(bool))
+    places = [i for i, leaf in enumerate(leaves) if leaf.shape == decode.tokens.shape and leaf.dtype in small]
+    own = [decode.tokens, decode.positions, decode.num_generated, decode.done, state.alone]
+
+    def replaced(others: Sequence[jax.Array]) -> SpeculativeState:
+        tokens, positions, num_generated, done, alone, *of_draft = others
+        changed = dict(zip(places, of_draft, strict=True))
+        draft = jax.tree.unflatten(structure, [changed.get(i, leaf) for i, leaf in enumerate(leaves)])
+        moved = dataclasses.replace(decode, tokens=tokens, positions=positions, num_generated=num_generated, done=done)
+        return dataclasses.replace(state, decode=moved, alone=alone, draft=draft)
+
+    return own + [leaves[i] for i in places], replaced
+
+
+def _with_small(state: SpeculativeState, numbers: Int32[Array, "batch columns"]) -> SpeculativeState:
+    """The state with its small parts as `_in_columns` has them."""
+    small, replaced = _small(state)
+    return replaced([numbers[:, i].astype(part.dtype) for i, part in enumerate(small)])
+
+
+def _with_small_of(state: SpeculativeState, other: SpeculativeState) -> SpeculativeState:
+    return _small(state)[1](_small(other)[0])
+
+
+def _in_columns(parts: Sequence[jax.Array]) -> Int32[Array, "batch columns"]:
+    return jnp.stack([part.astype(jnp.int32) for part in parts], axis=1)
 
 
 def show_draft(
