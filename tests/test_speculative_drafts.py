@@ -25,7 +25,16 @@ from jaxinfer.quantization.report import QuantizationReport
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.speculative import compatibility
 from jaxinfer.speculative.acceptance import Proposal
-from jaxinfer.speculative.comparison import Choices, Run, compare, measure_plain, num_runs
+from jaxinfer.speculative.comparison import (
+    Choices,
+    Comparison,
+    Difference,
+    Run,
+    compare,
+    first_differences,
+    measure_plain,
+    num_runs,
+)
 from jaxinfer.speculative.compatibility import expected_acceptance
 from jaxinfer.speculative.lossy import LossyTopK
 from jaxinfer.speculative.model_draft import ModelDraft
@@ -465,6 +474,31 @@ def test_runs_of_a_comparison_are_counted_as_they_end():
     assert (ended.count("plain"), ended.count("draft")) == (3, 6)
     assert len(ended) == num_runs(1, repeats=2)
     assert found.same_tokens == 1
+
+
+def test_a_comparison_by_hand():
+    """Steps of 15 ms give 2 tokens, plain ones of 10 ms one; verification alone takes 12 ms."""
+    report = SpeculationReport()
+    report.add(2, np.array([[2], [2]]), np.array([[2], [0]]), 4, 0.03)
+    plain, drafted = (Run(seconds, 20, {(0, 0): (1, 2)}) for seconds in (2.0, 1.25))
+    found = Comparison("n-gram(2..4)", 2, plain, drafted, report, plain_step=0.010, verify_step=0.012, step=0.015)
+    assert (found.speedup, found.running_speedup) == pytest.approx((1.6, 2 * 10 / 15))
+    assert found.draft_seconds == pytest.approx(0.003)
+    shown = str(found)
+    assert "16.0 tokens/s, plain 10.0 tokens/s: speed-up 1.60" in shown
+    assert "step 15.00 ms = draft 3.00 + verify 12.00; plain step 10.00 ms" in shown
+    assert "mean accepted length 1.00, 2.00 tokens a step" in shown
+    noisy = dataclasses.replace(found, verify_step=0.02)
+    assert noisy.draft_seconds == 0.0 and "so these times are noise" in str(noisy)
+
+
+def test_differences_by_hand():
+    """The second token is another, which the target finds e^32 times less probable."""
+    model = markov.model({1: 2, 2: 3, 3: 1})
+    plain, same, other = (Run(1.0, 3, {(0, 0): tokens}) for tokens in ((2, 3, 1), (2, 3, 1), (2, 9, 9)))
+    assert first_differences(model, [[1]], plain, same) == []
+    [found] = first_differences(model, [[1]], plain, other)
+    assert found == Difference(0, 1, found.gap) and found.gap == pytest.approx(32, rel=1e-3)
 
 
 def test_choices_by_hand():
