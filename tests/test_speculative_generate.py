@@ -494,6 +494,23 @@ def test_a_draft_quantised_apart_from_its_target_is_warned_of_after_a_run(caplog
     assert caplog.text.count("target and draft are quantised differently (float32 and 4 bits") == 1
 
 
+def test_what_is_drafted_beyond_a_full_table_has_places_of_its_own():
+    """Rows that end with the last place of 16 pages, and one before; a draft that is always right goes beyond it.
+
+    Olmo 2's keys are written by `kv_cache.append`: beyond a table's end that would be the table's last page.
+    """
+    model = load_case("olmo2")
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_position_embeddings=300))
+    prompts = [np.tile(CASE.tokens[row], 30)[: 240 - row].tolist() for row in range(2)]
+    params = greedy(max_tokens=17, logprobs=0)
+    expected = generate(model, prompts, params)
+    outputs = generate(model, prompts, params, draft=fixed(ModelDraft(model, k=6)))
+    for output, plain in zip(outputs, expected, strict=True):
+        assert output.token_ids == plain.token_ids
+        scores = [completion.completions[0].cumulative_logprob for completion in (output, plain)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+
+
 def test_time_of_compilations_is_not_reported():
     """The program of plain steps is compiled while steps with the draft are in flight, and these end unseen."""
     speculation = Speculation(NgramDraft(k=2, min_n=3, max_n=5), policy=Alternating())
