@@ -100,6 +100,10 @@ class Request:
     stop_reason: str | int | None = None
     request_id: str | None = None
     """What its deltas say of whose they are."""
+    num_sure: int = 0
+    """Tokens that were taken in completely. An interrupt may leave those behind half-taken, until `rewind`."""
+    end_is_sure: bool = False
+    """So is the reason why it ended."""
 
     @classmethod
     def create(
@@ -178,6 +182,17 @@ class Request:
         if tables:
             self.tables.extend(tables[:taken])
         return taken, text
+
+    def rewind(self) -> None:
+        """Forgets what an interrupt may have left half-taken: all behind the first `num_sure` tokens."""
+        if self.end_is_sure:
+            return
+        tokens, tables = self.token_ids[: self.num_sure], self.tables[: self.num_sure]
+        stream = None if self.stream is None else self.stream.fresh()
+        if stream is not None:
+            stream.push(tokens)
+        self.token_ids, self.tables, self.stream = tokens, tables, stream
+        self.finish_reason = self.stop_reason = None
 
     def delta(self, tokens: Sequence[int], text: str, tables: Sequence[dict[int, Logprob]]) -> Delta:
         """News of tokens that were added, and of the end if it has come."""

@@ -236,12 +236,15 @@ def _score_some(
     computed = 0
     if not pairs:
         return
+    known = np.zeros(counts.sum(), np.bool)
     for scored in run(pairs):
         logprobs[scored.slots], best[scored.slots] = scored.logprobs, scored.best
         computed += scored.num_computed
+        new = scored.slots[~known[scored.slots]]  # an engine's interrupted round may bring some twice
+        known[new] = True
         bar.set_postfix_str(f"{computed} computed", refresh=False)
-        bar.update(len(scored.slots))
-        touched, arrived = np.unique(owners[scored.slots], return_counts=True)
+        bar.update(len(new))
+        touched, arrived = np.unique(owners[new], return_counts=True)
         missing[touched] -= arrived
         for index in touched[missing[touched] == 0].tolist():
             own = slice(ends[index] - counts[index], ends[index])

@@ -1,8 +1,12 @@
 """`Engine.score`: the results of `jaxinfer.score`, prefixes computed once and kept, other requests unharmed."""
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import engine_cases as cases
 import families
@@ -13,9 +17,11 @@ import pytest
 
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.errors import EngineClosed, RequestTooLong
+from jaxinfer.engine.scoring import Scorer
 from jaxinfer.model import load
-from jaxinfer.scoring import Score, score
+from jaxinfer.scoring import Score, score, scored_pairs
 from jaxinfer.scoring_plan import TokenPair
+from jaxinfer.scoring_run import Scored
 
 RNG = np.random.default_rng(0)
 
@@ -189,6 +195,58 @@ def test_interrupted_round_is_computed_again(monkeypatch: pytest.MonkeyPatch) ->
             logprobs[part.slots] = part.logprobs
         flat = [value for row in expected() for value in row.token_logprobs]
         np.testing.assert_allclose(logprobs, flat, atol=1e-4)
+        assert_balanced(engine)
+
+
+@pytest.mark.parametrize("where", ["place", "compute", "keep", "turn", "read"])
+def test_interrupts_at_any_place_lose_no_pair_and_count_none_twice(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds break off between what is taken from the queue and what is filed, at each of the first calls."""
+    pairs = [TokenPair(tuple(one), tuple(two)) for one, two in zip(PROMPTS, CONTINUATIONS, strict=True)]
+    with cases.engine() as engine:
+        for fails_at in range(1, 5):
+            prefixes = engine._scheduler.prefixes
+            assert prefixes is not None
+            prefixes.clear()
+            calls = 0
+
+            def once(whole: Any, fails_at: int = fails_at) -> Any:
+                def call(*arguments: Any, **options: Any) -> Any:
+                    nonlocal calls
+                    calls += 1
+                    result = whole(*arguments, **options)
+                    if calls == fails_at:
+                        raise KeyboardInterrupt
+                    return result
+
+                return call
+
+            class Turns(collections.deque):
+                def remove(self, value: Any) -> None:
+                    once(super().remove)(value)
+
+            def run(pairs: Sequence[TokenPair]) -> Iterator[Scored]:
+                job = engine._scorer.add(pairs, engine._live()[1])
+                if where == "turn":
+                    engine._scorer._jobs = Turns(engine._scorer._jobs)
+                for _ in range(200):
+                    with contextlib.suppress(KeyboardInterrupt):
+                        engine.step()
+                    yield from job.scored
+                    job.scored.clear()
+                assert job.done
+                engine._scorer.remove(job)
+                assert not engine._scorer._jobs
+
+            with monkeypatch.context() as patch:
+                names = {"place": "_place", "compute": "_compute", "keep": "_keep", "read": "_distrust"}
+                if where in names:
+                    wrapped = once(getattr(Scorer, names[where]))
+                    is_static = where in ("keep", "read")
+                    patch.setattr(Scorer, names[where], staticmethod(wrapped) if is_static else wrapped)
+                scored = sorted(scored_pairs(cases.model(), pairs, run=run))
+            assert calls >= fails_at
+            assert [index for index, _ in scored] == list(range(len(pairs)))
+            assert_scores([score for _, score in scored], expected())
         assert_balanced(engine)
 
 

@@ -18,9 +18,12 @@ import pytest
 from jaxinfer.engine.config import EngineConfig
 from jaxinfer.engine.engine import Engine, check_submission
 from jaxinfer.engine.errors import DuplicateRequest, EngineClosed, EngineError, RequestTooLong, UnknownRequest
+from jaxinfer.engine.metrics import Meter
+from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.settings import settle
 from jaxinfer.outputs import Delta
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.tokenization import TextStream
 
 SHORT, LONG = cases.REQUESTS[14], cases.REQUESTS[0]
 """A prompt of 4 and one of 5 tokens, both with 20 tokens of output, greedy."""
@@ -323,6 +326,73 @@ def test_g5_interrupt_in_the_middle_of_a_round(where: str, monkeypatch: pytest.M
         assert tokens(said["kept"]) == answer(LONG_ANSWER)
         assert tokens(said["drawn"]) == answer(1)
         assert tokens(said["late"]) == answer(SHORT_ANSWER)
+        assert_serves(engine)
+
+
+@pytest.mark.parametrize("where", ["push", "tokens", "read", "finish", "finished"])
+def test_interrupt_while_results_are_handed_out(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt finds the host in the middle of a request's news, at any place of it: all of it is told, once, with
+    its text and its log-probabilities, and the request ends."""
+    with cases.engine() as engine:
+        engine.generate(*map(list, zip(*cases.REQUESTS[:2], strict=True)))  # compiles, and caches prefixes
+        for fails_at in range(1, 8):
+            chosen = (3, 5, 9, 14)
+            names = {engine.submit(*cases.REQUESTS[index]): cases.expected()[index] for index in chosen}
+            calls = 0
+
+            def interrupted(whole: Any, fails_at: int = fails_at) -> Any:
+                def call(*arguments: Any, **options: Any) -> Any:
+                    nonlocal calls
+                    calls += 1
+                    if calls == fails_at:
+                        raise KeyboardInterrupt
+                    return whole(*arguments, **options)
+
+                return call
+
+            places = {
+                "push": (TextStream, "push"),
+                "tokens": (Meter, "add_tokens"),
+                "read": (Scheduler, "read"),
+                "finish": (Scheduler, "finish"),
+                "finished": (Meter, "add_finished"),
+            }
+            said: dict[str | None, list[Delta]] = {}
+            interrupts = 0
+            with monkeypatch.context() as patch:
+                owner, name = places[where]
+                patch.setattr(owner, name, interrupted(getattr(owner, name)))
+                for _ in range(200):
+                    try:
+                        for delta in engine.step() if engine.has_work else ():
+                            said.setdefault(delta.request_id, []).append(delta)
+                    except KeyboardInterrupt:
+                        interrupts += 1
+            assert not engine.has_work and interrupts == (calls >= fails_at)
+            for name, reference in names.items():
+                assert (tokens(said[name]), "".join(delta.text for delta in said[name])) == (
+                    reference.token_ids,
+                    reference.completions[0].text,
+                )
+                reasons = [delta.finish_reason for delta in said[name] if delta.finish_reason is not None]
+                assert reasons == [reference.finish_reason]
+                if reference.logprobs is not None:
+                    told = sum((delta.logprobs or () for delta in said[name]), ())
+                    cases.assert_same_tables(told, reference.logprobs)
+        assert_serves(engine)
+
+
+def test_interrupted_submit_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cases.engine() as engine:
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._scheduler, "add", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.submit(*SHORT, request_id="lost")
+        assert not engine.has_work
         assert_serves(engine)
 
 

@@ -147,9 +147,14 @@ class EngineCore:
         job = Job(request_id, requests, layout, clocks, interactive, callback, mailbox)
         for request in requests:
             request.request_id = request_id
-        self._jobs[request_id] = job
+        try:
+            self._jobs[request_id] = job
+            self._add_tracks(job)
+        except BaseException:  # nobody has its id
+            del self._jobs[request_id]
+            self._interrupted = True
+            raise
         self._meter.submitted += len(requests)
-        self._add_tracks(job)
         return job
 
     def _add_tracks(self, job: Job) -> None:
@@ -253,12 +258,17 @@ class EngineCore:
         if taken:
             self._meter.add_tokens(job.clocks[index], taken)
         if request.finish_reason is None and not job.is_heard:
+            request.num_sure = len(request.token_ids)
             return
         self._deliver(job, index, request.delta(result.tokens[:taken], text, result.tables[:taken]))
 
     def _deliver(self, job: Job, index: int, delta: Delta) -> None:
         """Files the news of one completion, and calls the callback, whose failure ends this request only."""
-        (self._news if job.mailbox is None else job.mailbox).append(delta)
+        request, box = job.requests[index], self._news if job.mailbox is None else job.mailbox
+        num_tokens, is_end = len(request.token_ids), delta.finish_reason is not None
+        # No interrupt comes in between: news is told once, and what was not told is computed again.
+        request.num_sure, request.end_is_sure = num_tokens, is_end
+        box.append(delta)
         if delta.finish_reason is not None:
             self._meter.add_finished(job.clocks[index], delta.finish_reason)
             job.num_unfinished -= 1
@@ -275,13 +285,17 @@ class EngineCore:
 
     def _end_job(self, job: Job, reason: FinishReason, detail: str | None) -> None:
         """Ends every unfinished completion of a request from outside."""
-        for track in job.tracks:
-            owner = self._owners.pop(track, None)
-            if owner is None:
-                continue
-            del self._requests[track]
-            self._scheduler.finish(track)
-            self._deliver(job, owner[1], job.requests[owner[1]].end(reason, detail))
+        try:
+            for track in job.tracks:
+                owner = self._owners.pop(track, None)
+                if owner is None:
+                    continue
+                del self._requests[track]
+                self._scheduler.finish(track)
+                self._deliver(job, owner[1], job.requests[owner[1]].end(reason, detail))
+        except BaseException:
+            self._interrupted = True
+            raise
 
     def _set_stall_bound(self) -> None:
         if self.config.decode_stall_ms is not None and self._meter.prefill_rate is not None:
@@ -308,8 +322,14 @@ class EngineCore:
         self._scheduler.num_looked_up, self._scheduler.num_reused = before.num_looked_up, before.num_reused
         runner.reset()
         self._scorer.recover()
-        for job in self._jobs.values():
-            self._add_tracks(job)
+        for job in list(self._jobs.values()):
+            for request in job.requests:
+                request.rewind()
+            job.num_unfinished = sum(not request.finished for request in job.requests)
+            if job.finished:
+                del self._jobs[job.request_id]
+            else:
+                self._add_tracks(job)
         self._interrupted = False
 
 

@@ -36,10 +36,17 @@ class ScoringJob:
     scored: collections.deque[Scored] = dataclasses.field(default_factory=collections.deque)
     unread: list[Run] = dataclasses.field(default_factory=list)
     """Pieces of runs taken from `ready` whose scores are still to come."""
+    taken: list[Run] = dataclasses.field(default_factory=list)
+    """Runs taken from `ready` whose children are not there yet."""
 
     @property
     def done(self) -> bool:
         return not self.ready and not self.unread
+
+    def queue_children(self) -> None:
+        """What was taken has been computed, or will be: the runs that follow it are next."""
+        self.ready.extendleft(reversed([child for run in self.taken for child in run.children]))
+        self.taken.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +105,9 @@ class Scorer:
         """After an exception in a round: what was on its way is computed again."""
         self._in_flight.clear()
         self._num_new = 0
+        self._jobs = collections.deque(dict.fromkeys(self._jobs))
         for job in self._jobs:
+            job.queue_children()
             job.ready.extendleft(reversed(job.unread))
             job.unread.clear()
 
@@ -127,16 +136,13 @@ class Scorer:
             if not batch:
                 break
             budget -= cost
-            try:
-                if scheduler.prefixes is not None:
-                    runner.move(scheduler.prefixes.take_moves())
-                self._compute(job, batch, runner, limits)
-            finally:
-                children = [child for placed in batch for child in placed.run.children]
-                job.ready.extendleft(reversed(children))
+            if scheduler.prefixes is not None:
+                runner.move(scheduler.prefixes.take_moves())
+            self._compute(job, batch, runner, limits)
+            job.queue_children()
             self._keep(batch, scheduler)
-        self._jobs.remove(job)
         self._jobs.append(job)  # everybody's turn
+        self._jobs.remove(job)
 
     def read(self, scheduler: Scheduler, runner: Runner, meter: Meter) -> None:
         """Waits for the calls of earlier rounds and files their scores."""
@@ -176,8 +182,9 @@ class Scorer:
                 break
             spent += cost
             batch.append(placed)
-            job.ready.popleft()
+            job.taken.append(placed.run)  # in this order an interrupt loses no run; one may be computed twice then
             job.unread += placed.pieces
+            job.ready.popleft()
         return batch, spent
 
     def _place(self, run: Run, scheduler: Scheduler, runner: Runner) -> Placed | None:

@@ -1,6 +1,7 @@
 """Tokens to text, one request at a time: incremental detokenisation and stop strings."""
 
 import codecs
+import copy
 from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
@@ -38,16 +39,25 @@ class TextStream:
         self.stop: tuple[str, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in self.stop:
             raise ValueError("stop contains an empty string, which matches everywhere; leave it out")
-        self.num_tokens = 0
-        self.stop_reason: str | None = None
         self._tokenizer = tokenizer
         self._include_stop = include_stop_str_in_output
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
+        self._begin()
+
+    def _begin(self) -> None:
+        self.num_tokens = 0
+        self.stop_reason: str | None = None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._returned: list[str] = []
         self._finished = False
+
+    def fresh(self) -> "TextStream":
+        """Another one for the same request, which has been given no tokens yet."""
+        other = copy.copy(self)
+        other._begin()
+        return other
 
     @property
     def text(self) -> str:
