@@ -262,6 +262,25 @@ def test_an_interrupted_run_goes_on(
     assert computed[-1] == 1  # other settings, other answers
 
 
+def test_answers_of_other_weights_are_not_taken_for_these(models: dict[str, Model], tmp_path: pathlib.Path) -> None:
+    """The same name, other numbers: a cache of int8, a folder written anew, packed while loading."""
+    path = tmp_path / "samples.jsonl"
+    requests = instances("loglikelihood", EXPECTED["requests"]["plain"]["loglikelihood"])[:2]
+    plain = models["plain"]
+    packed = load(FOLDER / "model", dtype=jnp.float32, quantize="int8", progress=False)
+    other = plain.params.embed_tokens * 2
+    others = [
+        plain,
+        dataclasses.replace(plain, kv_dtype=jnp.dtype("int8")),
+        dataclasses.replace(plain, params=dataclasses.replace(plain.params, embed_tokens=other)),
+        dataclasses.replace(plain, params=packed.params),
+    ]
+    for count, model in enumerate([*others, *others], 1):
+        answers = JaxinferLM(model, samples_file=path).loglikelihood(requests, disable_tqdm=True)
+        assert answers == JaxinferLM(model).loglikelihood(requests, disable_tqdm=True)
+        assert len(path.read_text().splitlines()) == 2 * min(count, len(others))
+
+
 def test_a_file_of_something_else_is_left_alone(models: dict[str, Model], tmp_path: pathlib.Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("milk\neggs\n")

@@ -20,7 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from jaxinfer.evaluation.answers import collect
 from jaxinfer.evaluation.generation_options import GenerationOptions
 from jaxinfer.evaluation.open_chat import render_chat
-from jaxinfer.evaluation.sample_log import SampleLog
+from jaxinfer.evaluation.sample_log import SampleLog, weights_key
 from jaxinfer.generation import stream
 from jaxinfer.model import Model, load
 from jaxinfer.scoring import opening_id, scored_pairs
@@ -93,6 +93,7 @@ class JaxinferLM(TemplateLM):
         if enable_thinking is not None:
             self._chat_template_args["enable_thinking"] = enable_thinking
         self._samples = None if samples_file is None else SampleLog(samples_file)
+        self._weights = None if samples_file is None else weights_key(self.model)
 
     # --- Text and tokens
 
@@ -225,7 +226,7 @@ class JaxinferLM(TemplateLM):
         disable_tqdm: bool,
     ) -> list[Any]:
         """Answers in order; `run` yields those that the samples file has not, by position, as they become known."""
-        numbers = (str(self.model.dtype), str(self.model.cache_dtype))
+        numbers = (str(self.model.dtype), str(self.model.kv_dtype or self.model.dtype), self._weights)
         settings = (self.model.name, numbers, self.max_length, self.add_bos_token, self._prefix_token_id)
         return collect(
             kind,

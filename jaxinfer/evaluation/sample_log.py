@@ -8,6 +8,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
+from jaxinfer.model import Model
+
 log = logging.getLogger("jaxinfer")
 
 
@@ -42,6 +47,16 @@ class SampleLog:
         line = json.dumps({"key": key, **request, "response": response}, ensure_ascii=False, default=str)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def weights_key(model: Model) -> str:
+    """A fingerprint of a model's weights: what each array is, and its first numbers. Equal names do not mean equal
+    weights: a folder may have been written anew, or loaded with another plan of quantisation."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path((model.params, model.prefill_params)):
+        first = leaf[(0,) * (leaf.ndim - 1)][:16] if leaf.ndim else leaf
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode() + np.asarray(first).tobytes())
+    return digest.hexdigest()
 
 
 def key_of(*identity: Any) -> str:
