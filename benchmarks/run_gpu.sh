@@ -18,18 +18,17 @@ step() {
 }
 
 # Not measured yet, or not since it changed.
-step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 1 --output 513
-step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int4 --k 4 --batch 1 --output 513
-step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 1 --output 1025
 step 200 benchmarks.gpu_tests -n 14
+step 150 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 16 --output 513
+step 120 benchmarks.throughput --model llama-3-8b --int4 --order shortest --parts 32 --calls 16 --repeats 1
+step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --first-token 128 2048
+step 120 benchmarks.throughput --model llama-3-8b --order shortest --parts 32 --calls 16 --repeats 2
+step 90 benchmarks.kernels_int4 --seconds 70
+step 60 benchmarks.kernels_int4_few --seconds 25 --words k=12288
+step 60 benchmarks.kernels_int4_crossover --matrices qkv --seconds 25
 step 60 benchmarks.kernels_block --stamps
 step 60 benchmarks.kernels_mlp_block --stamps
-step 120 benchmarks.throughput --model llama-3-8b --order shortest --parts 32 --calls 16 --repeats 2
-step 120 benchmarks.throughput --model llama-3-8b --int4 --order shortest --parts 32 --calls 16 --repeats 1
-step 60 benchmarks.kernels_int4_mlp --rows 144 192
-step 60 benchmarks.kernels_int4_crossover --matrices o qkv --seconds 25
-step 90 benchmarks.kernels_int4 --seconds 70
-step 60 benchmarks.kernels_int4_few --seconds 25 --words k=12288 "k=14336 n=4096"
+step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int4 --k 4 --batch 1 --output 513
 step 60 benchmarks.kv_tiers_engine --model qwen3-0.6b --batch 32 --prompt 8192 --output 128 --kv tiered
 step 300 benchmarks.serving --model qwen3-8b --policies --draft qwen3-0.6b --batch 8 --rate 3 --seconds 8
 step 120 benchmarks.speculation greedy
@@ -46,11 +45,13 @@ step 90 benchmarks.kv_tiers speed --batch 1
 step 60 benchmarks.kernels_int4_mlp --seconds 40
 step 60 benchmarks.kernels_int4_few --stamps --seconds 38
 # Measured; again when what they measure has changed.
-step 150 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 16 --output 513
+step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int4 --k 4 --batch 1 --output 1025
+step 120 benchmarks.throughput --model llama-3-8b --int4 --order longest --parts 32 --calls 16 --repeats 1
+step 60 benchmarks.kernels_int4_few --seconds 30 --words apart "m=8 k=14336"
+step 60 benchmarks.kernels_int4_mlp --rows 144 192
 step 200 benchmarks.speculation lossy --repeats 1
 step 60 benchmarks.kernels_int4_wide --tried --seconds 90
 step 60 benchmarks.kernels_bytes
-step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --first-token 128 2048
 step 120 benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.995 --k 4 --batch 1
 step 100 benchmarks.store --shape llama-3-8b --repeats 2 --cached --folder /dev/shm
 step 90 benchmarks.decode --model llama-3-8b --quantize benchmarks/plans/outer-int8.toml --batch 1 16
