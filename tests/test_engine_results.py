@@ -103,6 +103,25 @@ def test_g7_short_request_beside_a_long_one_s_chunked_prefill() -> None:
         assert sum((delta.token_ids for delta in mine), ()) == expected.token_ids
 
 
+def test_g7_and_k3_with_the_lengths_reported() -> None:
+    """Trap G7 with prompts of 4 and 100 and pieces of 8; trap K3 with pages of 16, pieces of 32 and a prompt of 100:
+    cold, again, a third time and preempted."""
+    short, row = cases.REQUESTS[14]
+    shape = {"max_context": 112, "num_pages": 65, "prefill_rows": (1,), "sampling": (row,)}
+    with cases.engine(prefill_lengths=(8,), max_prefill_tokens=8, decode_stall_tokens=8, **shape) as engine:
+        beside, _ = engine.generate([short, cases.prompt(100, 11)], [row, cases.params(max_tokens=4)])
+        cases.assert_same(beside, cases.expected()[14])
+    model = dataclasses.replace(cases.model(), kv_dtype=jnp.dtype("int8"))
+    row, first, second = cases.params(max_tokens=20), cases.prompt(100), cases.prompt(100, 3)
+    expected = [output.token_ids for output in generate(model, [first, second], row)]
+    shape |= {"page_size": 16, "num_pages": 16, "prefill_lengths": (32,), "max_context": 120}
+    with cases.engine(model, **shape) as engine:
+        assert [engine.generate([first], row)[0].token_ids for _ in range(3)] == [expected[0]] * 3
+        assert engine.metrics().prefix_hit_rate == pytest.approx(2 * 96 / 300)
+        assert [output.token_ids for output in engine.generate([second, first], row)] == expected[::-1]
+        assert engine.metrics().preemptions > 0
+
+
 @pytest.mark.parametrize("length", [4, 8, 9])
 def test_g1_prompts_that_are_cached_to_the_end(length: int) -> None:
     """Trap G1, page 4: lengths 4, 8 and 9, cold, again, a third time, eight at once, and without a cache."""
