@@ -212,6 +212,24 @@ def test_the_kernel_gets_a_residual_in_the_dtype_that_it_reads(monkeypatch: pyte
     assert given.tolist() == [[3.0] * 64]
 
 
+@pytest.mark.parametrize("fusion", FUSIONS, ids=str)
+def test_dtype_of_the_result_without_a_kernel(fusion: Fusion) -> None:
+    """x's by default; float32 that was asked for has been rounded nowhere."""
+    weight, x = make(64, 192, 64, "minimum")[0], jnp.asarray(tokens(3, 192))
+    norm, residual = map(jnp.asarray, arrays(3, 32 if fusion.gated else 64, 192))
+    options = {
+        "norm": None if fusion.norm_eps is None else norm,
+        "gated": fusion.gated,
+        "residual": residual if fusion.residual else None,
+        "backend": "reference",
+    }
+    rounded = int4_matmul_fused(x, weight, **options)
+    exact = int4_matmul_fused(x, weight, out_dtype=jnp.float32, **options)
+    assert (rounded.dtype, exact.dtype) == (jnp.bfloat16, jnp.float32)
+    assert (exact.astype(jnp.bfloat16) == rounded).all()
+    assert (exact != rounded.astype(jnp.float32)).any()
+
+
 def test_layers_give_the_same_with_and_without_a_fused_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers ask for a fused product where there is one; here the reference stands in for the kernel."""
     weight, _ = make(64, 64, 32, "zero_point", np.float32)

@@ -139,8 +139,8 @@ def int4_matmul_fused(
         root = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(norm_eps))
         x32 = x32 * root * jnp.expand_dims(norm, tuple(range(x.ndim - 1)))
     # Where nothing follows, a float32 result would be written and read once more, to be rounded.
-    dtype = jnp.float32 if gated or residual is not None else x.dtype
-    out = int4_matmul(x32.astype(x.dtype), w, out_dtype=dtype, backend=backend)
+    of_product = jnp.float32 if gated or residual is not None else dtype
+    out = int4_matmul(x32.astype(x.dtype), w, out_dtype=of_product, backend=backend)
     if gated:
         gate, other = jnp.split(out, 2, axis=-1)
         out = jax.nn.silu(gate) * other
