@@ -250,6 +250,21 @@ def test_interrupts_at_any_place_lose_no_pair_and_count_none_twice(where: str, m
         assert_balanced(engine)
 
 
+def test_scores_that_an_interrupt_ended_are_not_computed_for_nobody() -> None:
+    """It came while the job was at both ends of the queue."""
+
+    class Turns(collections.deque):
+        def remove(self, value: Any) -> None:
+            raise KeyboardInterrupt
+
+    with cases.engine() as engine:
+        engine._scorer._jobs = Turns()
+        with pytest.raises(KeyboardInterrupt):
+            engine.score(PROMPTS[0], [CONTINUATIONS[0]], progress=False)
+        assert not engine._scorer._jobs
+        assert_scores(engine.score(PROMPTS[0], [CONTINUATIONS[0]], progress=False), expected()[:1])
+
+
 def test_keys_that_depend_on_the_length_are_not_shared() -> None:
     """Dynamic RoPE beyond 32 tokens: equal prompts of pairs of different lengths have different keys."""
     model = load(families.BY_NAME["llama_rope_dynamic"].folder, dtype=jnp.float32, progress=False)

@@ -396,6 +396,23 @@ def test_interrupted_submit_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
         assert_serves(engine)
 
 
+def test_interrupt_between_the_prompts_of_a_batch_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cases.engine() as engine:
+        for call in (engine.generate, lambda *batch: list(engine.stream(*batch))):
+
+            def interrupted(track: Any, add: Any = engine._scheduler.add) -> None:
+                if engine._scheduler.waiting:
+                    raise KeyboardInterrupt
+                add(track)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(engine._scheduler, "add", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    call([SHORT[0], LONG[0]], SHORT[1])
+            assert not engine.has_work
+            assert_serves(engine)
+
+
 def test_interrupted_generate_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
     with cases.engine() as engine:
         rounds = []

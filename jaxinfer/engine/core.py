@@ -122,10 +122,17 @@ class EngineCore:
 
     def _open(self, requests: Sequence[Request], *, interactive: bool, num_kept: int | None = None) -> list[Job]:
         """Queues checked requests, one job a prompt, with a mailbox each that keeps the last `num_kept` deltas."""
-        return [
-            self._enqueue(list(samples), None, interactive=interactive, mailbox=collections.deque(maxlen=num_kept))
-            for _, samples in itertools.groupby(requests, key=lambda request: request.prompt_index)
-        ]
+        jobs = list[Job]()
+        try:
+            for _, samples in itertools.groupby(requests, key=lambda request: request.prompt_index):
+                mailbox = collections.deque[Delta](maxlen=num_kept)
+                jobs.append(self._enqueue(list(samples), None, interactive=interactive, mailbox=mailbox))
+        except BaseException:  # nobody would read the others' news
+            for job in jobs:
+                del self._jobs[job.request_id]
+            self._interrupted = True
+            raise
+        return jobs
 
     def _enqueue(
         self,
@@ -151,7 +158,7 @@ class EngineCore:
             self._jobs[request_id] = job
             self._add_tracks(job)
         except BaseException:  # nobody has its id
-            del self._jobs[request_id]
+            self._jobs.pop(request_id, None)
             self._interrupted = True
             raise
         self._meter.submitted += len(requests)

@@ -98,8 +98,7 @@ class Scorer:
 
     def remove(self, job: ScoringJob) -> None:
         """Forgets a job, done or not; what it has on the device runs to its end."""
-        if job in self._jobs:
-            self._jobs.remove(job)
+        self._jobs = collections.deque(one for one in self._jobs if one is not job)  # twice there after an interrupt
 
     def recover(self) -> None:
         """After an exception in a round: what was on its way is computed again."""
