@@ -28,9 +28,10 @@ def enable_persistent_cache() -> pathlib.Path | None:
     """Turns on JAX's persistent compilation cache for this process and returns its folder; None if it stays off.
 
     `load` calls it. The folder is `xla` in jaxinfer's cache folder, brought down to `MAX_BYTES` here. What the user has
-    configured stays: a folder of their own (JAX_COMPILATION_CACHE_DIR or jax_compilation_cache_dir) with its size and
-    threshold, or no cache at all (JAX_ENABLE_COMPILATION_CACHE=false, or JAXINFER_COMPILATION_CACHE=off here). Raises
-    ValueError for another value of JAXINFER_COMPILATION_CACHE than on or off.
+    configured stays: a folder of their own (JAX_COMPILATION_CACHE_DIR or jax_compilation_cache_dir), a bound
+    (JAX_COMPILATION_CACHE_MAX_SIZE), a threshold, or no cache at all (JAX_ENABLE_COMPILATION_CACHE=false, or
+    JAXINFER_COMPILATION_CACHE=off here). Raises ValueError for another value of JAXINFER_COMPILATION_CACHE than on or
+    off.
 
     Programs already compiled in this process are not written, so it is best called before JAX is used.
     """
@@ -53,7 +54,8 @@ def enable_persistent_cache() -> pathlib.Path | None:
         try:
             # Others who can write here could have this process run their code, as JAX's documentation warns.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _drop_oldest(folder, MAX_BYTES)
+            if jax.config.jax_compilation_cache_max_size == -1:  # else JAX keeps to the user's bound
+                _drop_oldest(folder, MAX_BYTES)
             if not os.access(folder, os.W_OK):
                 reason = os.strerror(errno.EACCES)
             elif shutil.disk_usage(folder).free < LEAST_FREE_BYTES:

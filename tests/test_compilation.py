@@ -106,6 +106,9 @@ def test_what_was_used_least_recently_goes_when_the_cache_has_become_too_large(
 
     assert left_of(400) == {"new-cache", "used-cache", "old-cache", "oldest-cache"}
     assert left_of(399) == {"new-cache", "used-cache", "old-cache"}
+    jax.config.update("jax_compilation_cache_max_size", 1000)  # the user's own bound, to which JAX keeps
+    assert left_of(100) == {"new-cache", "used-cache", "old-cache"}
+    jax.config.update("jax_compilation_cache_max_size", -1)
     assert left_of(100) == {"used-cache"}
     assert (folder / "autotuning").is_dir()
 
