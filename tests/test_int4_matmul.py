@@ -251,7 +251,7 @@ def test_bulk_copies_need_matrices_that_blocks_divide_evenly() -> None:
         lower(1, 64, 576, 64, "zero_point", Schedule(warps=4, scaled=True, bulk=True))
 
 
-@pytest.mark.parametrize(("rows", "strips"), [(2, 1), (8, 2)])
+@pytest.mark.parametrize(("rows", "strips"), [(2, 1), (8, 2), (17, 1)])
 def test_warps_that_do_not_multiply_have_their_limits(rows: int, strips: int) -> None:
     schedule = Schedule(warps=4, strips=strips, scaled=True, bulk=True, apart=True)
     with pytest.raises(ValueError, match=f"by bulk copies, and add 1 strips, not {rows} rows"):

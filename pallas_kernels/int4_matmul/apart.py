@@ -95,7 +95,8 @@ class Buffers:
 def check(plan: Plan) -> None:
     """Raises ValueError for a plan with such warps that they cannot serve."""
     s = plan.schedule
-    fits = s.scaled and s.bulk and not s.joined and plan.rows > MOST_TOKENS and s.strips == plan.strip_parts
+    fits = s.scaled and s.bulk and not s.joined and s.strips == plan.strip_parts
+    fits = fits and plan.rows > MOST_TOKENS and plan.token_blocks <= 2
     if s.apart and not (fits and plan.in_rows is None and plan.bits == 4 and s.warps <= HELPERS * TEAM):
         raise ValueError(
             f"warps apart take 3 to 16 rows, codes of 4 bits by bulk copies, and add {plan.strip_parts} strips, "
@@ -116,6 +117,7 @@ def shifts_registers(plan: Plan) -> bool:
 
 def product(w: Any, plan: Plan, a: Arguments, slice_: Any, block: Any) -> None:
     """A warp that multiplies."""
+    assert a.weights.book is None, "codes are their own numbers here"
     unit, one = plan.strip_parts, w.integer(1)
     if shifts_registers(plan):
         w.set_registers(REGISTERS[0], more=True)
