@@ -43,7 +43,7 @@ class Columns:
 
     @staticmethod
     def serves(plan: Plan) -> bool:
-        """Whether a plan for x in float16 can take this instead."""
+        """Whether a plan for a scaled x can take this instead."""
         fits = Columns.bytes_of(plan) <= plan.slot_bytes and plan.segment % (16 * STEPS) == 0
         return plan.rows <= MOST_TOKENS and plan.in_rows is None and plan.bits == 4 and fits
 
