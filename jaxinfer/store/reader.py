@@ -95,11 +95,13 @@ class Store:
                     described, where = self.manifest.weights[piece][field], f"{self.path}: {piece}.{field}"
                     host = filled(described, arrays, where)
                     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(host))
-                    # The device takes some arrays while the next ones are read and checked.
-                    while in_flight and on_the_way + num_bytes > AHEAD_BYTES:
+                    # The device takes some arrays while the next ones are read and checked. Those that it has are let
+                    # go of: whoever gets the weights may be done with them.
+                    while in_flight and (on_the_way + num_bytes > AHEAD_BYTES or _has_come(in_flight[0][1])):
                         size, oldest = in_flight.popleft()
                         jax.block_until_ready(oldest)
                         on_the_way -= size
+                        del oldest
                     fields[field] = _placed(host, described, spec.is_norm, dtype, where)
                     del host
                     in_flight.append((num_bytes, fields[field]))
@@ -195,6 +197,11 @@ def _with_codes(weight: Any, change: Callable[[Packed], Packed]) -> Any:
 def _wanted(canonical: Packed) -> str:
     """The layout that this device's kernel reads; a model has few different kinds of weights."""
     return jax.eval_shape(to_kernel_layout, canonical).layout
+
+
+def _has_come(weight: DeviceWeight) -> bool:
+    """Whether all of it is on the device."""
+    return all(leaf.is_ready() for leaf in jax.tree.leaves(weight))
 
 
 def _placed(host: Any, described: Described, is_norm: bool, dtype: jnp.dtype, where: str) -> DeviceWeight:
