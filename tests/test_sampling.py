@@ -9,7 +9,7 @@ import pytest
 from sampling_reference import kept_tokens, penalised, probabilities
 from scipy import stats
 
-from jaxinfer.sampling import BLOCK, draw_logits, gumbel, processed_logits, sample
+from jaxinfer.sampling import BLOCK, draw_logits, gumbel, largest_of, processed_logits, sample
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sampling_state import SamplerVariant, SamplingState, build_sampling_state, request_seed
 
@@ -587,3 +587,17 @@ def test_logits_must_be_float32():
     state, variant = build([SamplingParams()])
     with pytest.raises(Exception, match="logits"):
         sample(jnp.zeros((1, 16), jnp.bfloat16), state, variant, jnp.zeros(1, jnp.int32))
+
+
+def test_the_largest_logit_and_its_place_are_those_of_argmax(rng: np.random.Generator) -> None:
+    """With ties, zeros of both signs, infinities and NaN anywhere."""
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan], np.float32)
+    rows = [rng.integers(-2, 3, 700).astype(np.float32) for _ in range(64)]
+    for count, row in enumerate(rows):
+        row[rng.integers(0, 700, count % 8)] = rng.choice(special, count % 8)
+    rows += [np.full(700, number, np.float32) for number in special]
+    logits = jnp.asarray(np.stack(rows))
+    largest, places = largest_of(logits)
+    expected = jnp.argmax(logits, axis=1)
+    np.testing.assert_array_equal(places, expected)
+    np.testing.assert_array_equal(largest, logits[jnp.arange(len(rows)), expected])

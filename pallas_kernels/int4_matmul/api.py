@@ -73,10 +73,11 @@ def int4_matmul(
         `to_kernel_layout`), the reference any.
       out_dtype: by default x's dtype. Sums are float32 in any case.
       backend: forces one; else the environment variable JAXINFER_KERNELS, else the first that supports the call.
-        "mosaic" is Hopper's: a fused kernel for few rows, another for many, which rounds the weights to bfloat16, and
-        for thousands cuBLAS after a kernel that unpacks the weight. "triton" takes any number of rows on NVIDIA cards
-        from Ampere on, where jax-triton is installed. "reference" dequantises the weight to x's dtype and multiplies
-        through XLA: the CPU's path.
+        "mosaic" is Hopper's: a fused kernel for few rows (bfloat16 x of 3 to 16 rows may be multiplied lifted by 2^48:
+        2^79 and more overflows, and below 2^-41 bits are lost), another for many, which rounds the weights to bfloat16,
+        and for thousands cuBLAS after a kernel that unpacks the weight. "triton" takes any number of rows on NVIDIA
+        cards from Ampere on, where jax-triton is installed. "reference" dequantises the weight to x's dtype and
+        multiplies through XLA: the CPU's path.
       explain: return the list of `Choice` and compute nothing.
 
     Raises:
