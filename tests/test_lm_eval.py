@@ -26,6 +26,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 import jaxinfer.evaluation.lm_eval as adapter  # noqa: E402
 from jaxinfer.evaluation.lm_eval import JaxinferLM  # noqa: E402
 from jaxinfer.model import Model, load  # noqa: E402
+from jaxinfer.tiers import TieredKV  # noqa: E402
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures" / "lm_eval"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
@@ -125,6 +126,18 @@ def test_generated_texts_are_those_of_hf(models: dict[str, Model], name: str, re
     texts = model.generate_until(instances("generate_until", recorded), disable_tqdm=True)
     assert texts == [one["answer"] for one in recorded]
     assert len({str(one["arguments"][1]["until"]) for one in recorded}) > 10
+
+
+def test_a_tiered_cache_generates_and_says_that_it_scores_nothing(
+    models: dict[str, Model], tmp_path: pathlib.Path
+) -> None:
+    recorded = EXPECTED["requests"]["plain"]
+    tiered = dataclasses.replace(models["plain"], kv_dtype=TieredKV(recent=4096, int8=4096))  # nothing is as old
+    model = JaxinferLM(tiered, samples_file=tmp_path / "samples.jsonl")
+    texts = model.generate_until(instances("generate_until", recorded["generate_until"][:3]), disable_tqdm=True)
+    assert texts == [one["answer"] for one in recorded["generate_until"][:3]]
+    with pytest.raises(ValueError, match=r"only generate and stream work with a tiered cache"):
+        model.loglikelihood(instances("loglikelihood", recorded["loglikelihood"][:1]), disable_tqdm=True)
 
 
 def test_special_tokens_in_until_end_an_answer() -> None:
