@@ -31,7 +31,7 @@ def rotated_heads(
         assert norm is not None
         x = rms_norm(x, norm, config.norm_eps)
     if layer_config.rope is not None:
-        cos, sin = (table[:, : x.shape[1]] for table in tokens.rope_tables[layer_config.rope])
+        cos, sin = tokens.angles(layer_config.rope)
         rope = layer_config.rope
         x = apply_rope(x, cos, sin, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved)
     return x
@@ -54,7 +54,7 @@ def decode_few(
     store, place = pages.store, pages.place
     cos, sin, interleaved = None, None, False
     if layer_config.rope is not None:
-        cos, sin = (table[:, : qkv.shape[1]] for table in tokens.rope_tables[layer_config.rope])
+        cos, sin = tokens.angles(layer_config.rope)
         interleaved = layer_config.rope.interleaved
     key_scales, value_scales = store.scales(place)
     out, *pools = decode_attention(

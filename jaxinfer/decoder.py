@@ -113,11 +113,18 @@ def attention_block[Cache: KVCache](
     return out.reshape(batch, length, q_size), cache
 
 
+def adds_as_is(
+    bias: Float[Array, " hidden"] | None, post_norm: Float[Array, " hidden"] | None, config: ModelConfig
+) -> bool:
+    """Whether a branch's product is what is added to the stream, with nothing done to it in between."""
+    return bias is None and post_norm is None and config.residual_multiplier == 1.0
+
+
 def heads_order(
     params: LayerParams, qkv: Float[Array, "batch tokens qkv"], pages: LayerPages, config: ModelConfig
 ) -> TokenOrder | None:
     """The order in which `add_branch` takes the heads' results of a decode step; None: as rows."""
-    if params.o_bias is not None or params.attn_post_norm is not None or config.residual_multiplier != 1.0:
+    if not adds_as_is(params.o_bias, params.attn_post_norm, config):
         return None
     if pages.older or (pages.store.format is None and pages.store.keys[pages.place].dtype != qkv.dtype):
         return None  # results are merged, or of another type
@@ -134,9 +141,9 @@ def one_kernel[Cache: KVCache](
     layer_config = config.layers[layer]
     if cache is None or tokens.stage != "decode" or tokens.order is not None or config.qk_norm == "full":
         return None
-    if params.qkv_bias is not None or params.o_bias is not None or params.attn_post_norm is not None:
+    if params.qkv_bias is not None or not adds_as_is(params.o_bias, params.attn_post_norm, config):
         return None
-    if layer_config.window is not None or config.attention_softcap is not None or config.residual_multiplier != 1.0:
+    if layer_config.window is not None or config.attention_softcap is not None:
         return None
     mlp = (params.gate_up, params.gate_up_bias, params.down, params.down_bias, config.activation)
     if params.mlp_norm is None or not is_packed_mlp(x.x if isinstance(x, Pending) else x, *mlp):
@@ -174,7 +181,7 @@ def add_branch(
     config: ModelConfig,
 ) -> Residual:
     """x + multiplier * norm(linear(out)); norm and multiplier only where the family has them."""
-    if isinstance(out, Ordered) or (bias is None and post_norm is None and config.residual_multiplier == 1.0):
+    if isinstance(out, Ordered) or adds_as_is(bias, post_norm, config):
         return add_linear(x, out, weight)
     return joined(x, linear(out, weight, bias), post_norm, config)
 
@@ -230,7 +237,7 @@ def decoder_layer[Cache: KVCache](
         kernels = packed_mlp(x, *block, params.down, params.down_bias, config.activation, jax.tree.leaves(ahead))
         if kernels is not None:
             partial, x = kernels
-            if params.mlp_post_norm is None and config.residual_multiplier == 1.0:
+            if adds_as_is(params.down_bias, params.mlp_post_norm, config):  # with a bias there would be no kernels
                 return Pending(x, partial), cache
             return joined(x, sum_slices(partial, x.dtype), params.mlp_post_norm, config), cache
         x = settled(x)

@@ -31,6 +31,12 @@ class Tokens:
     first: Int32[Array, " places"] | None = None
     """Of a single row, its first position at place 0, where that is in memory already."""
 
+    def angles(self, rope: RopeConfig) -> tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]]:
+        """Cosines and sines of the tokens alone."""
+        cos, sin = self.rope_tables[rope]
+        length = self.positions.shape[1]
+        return cos[:, :length], sin[:, :length]
+
     @property
     def columns(self) -> Int32[Array, "batch tokens"]:
         """Of each place in `positions` where it comes in `order`; anything in range for what does not."""

@@ -46,10 +46,8 @@ def next_token(
     refusals = {"mosaic": next_token_refusal(logits.shape[0], table, cos.shape[2]), "reference": None}
     choices = dispatch.choose("next_token", refusals, backend, or_last=True)
     arrays = dispatch.in_memory((logits, table, places, start, cos[0], sin[0]))
-    if choices[0].taken:
-        token, x, following, *angles = mosaic.choose_next(*arrays, num_tokens=num_tokens)
-    else:
-        token, x, following, *angles = reference.choose_next(*arrays, num_tokens=num_tokens)
+    chosen = mosaic if choices[0].taken else reference
+    token, x, following, *angles = chosen.choose_next(*arrays, num_tokens=num_tokens)
     next_cos, next_sin = (angle[None, None] for angle in angles)
     return Begun(token, x[None, None], following, next_cos, next_sin)
 
