@@ -476,6 +476,20 @@ def test_runs_of_a_comparison_are_counted_as_they_end():
     assert found.same_tokens == 1
 
 
+def test_completions_of_one_token_have_no_step_to_compare():
+    model = markov.model({1: 2, 2: 3, 3: 1})
+    with pytest.raises(ValueError, match=r"ended with its first token.*set max_tokens to 2 or more"):
+        measure_plain(model, [[1], [2]], SamplingParams(max_tokens=1, temperature=0.0), repeats=1)
+
+
+def test_a_comparison_needs_a_step_during_which_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch):
+    added = SpeculationReport.add
+    monkeypatch.setattr(SpeculationReport, "add", lambda report, *counts: added(report, *counts[:-1], None))
+    model, params = markov.model({1: 2, 2: 3, 3: 1}), SamplingParams(max_tokens=4, temperature=0.0)
+    with pytest.raises(ValueError, match="compiled during every step, so none was timed; raise repeats or max_tokens"):
+        compare(model, [[1]], params, Speculation(NgramDraft(k=2), policy=FixedLength()), repeats=1)
+
+
 def test_a_comparison_by_hand():
     """Steps of 15 ms give 2 tokens, plain ones of 10 ms one; verification alone takes 12 ms."""
     report = SpeculationReport()

@@ -224,8 +224,11 @@ def _measure(
         after_run()
         report = speculation.report
         best = (run, report) if best is None or run.seconds < best[0].seconds else best
-        steps.append(sum(report.seconds.values()) / max(1, sum(report.timed_steps.values())))
+        timed = sum(report.timed_steps.values())
+        steps += [sum(report.seconds.values()) / timed] if timed else []
     assert best is not None
+    if not steps:
+        raise ValueError("something was compiled during every step, so none was timed; raise repeats or max_tokens")
     return *best, statistics.median(steps)
 
 
@@ -235,7 +238,10 @@ def timed_run(
     params: SamplingParams | Sequence[SamplingParams],
     speculation: Speculation | None,
 ) -> Run:
-    """Generates everything in one batch and times it from the first tokens on."""
+    """Generates everything in one batch and times it from the first tokens on.
+
+    Raises ValueError if every completion ends with its first token: there is no decode step to time.
+    """
     tokens: dict[tuple[int, int], tuple[int, ...]] = {}
     first = None
     # All first tokens come at once, and the clock starts when the first of them is here.
@@ -245,4 +251,9 @@ def timed_run(
         tokens[key] = tokens.get(key, ()) + delta.token_ids
     assert first is not None
     seconds = time.perf_counter() - first
+    if all(len(ids) < 2 for ids in tokens.values()):
+        raise ValueError(
+            "every completion ended with its first token, so there is no decode step to measure; "
+            "set max_tokens to 2 or more, or take prompts that have longer answers"
+        )
     return Run(max(seconds, 1e-9), sum(map(len, tokens.values())) - len(tokens), tokens)
