@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from simulated_int4_warp import simulate
+from simulated_int4_warp import in_float64, simulate
 from test_int4_matmul import BF16, lower, make, tokens
 
 from jaxinfer.layers import linear as linear_module
@@ -15,7 +15,7 @@ from jaxinfer.layers import mlp as mlp_module
 from jaxinfer.layers.linear import add_linear, norm_linear
 from jaxinfer.layers.mlp import gated_hidden
 from jaxinfer.layers.residual import settled
-from pallas_kernels.int4_matmul import PackedInt4, fused_refusal, int4_matmul_fused, to_mosaic, tuning
+from pallas_kernels.int4_matmul import PackedInt4, fused_refusal, int4_matmul, int4_matmul_fused, to_mosaic, tuning
 from pallas_kernels.int4_matmul.plan import Fusion, Schedule
 
 EPS = 1e-5
@@ -116,6 +116,13 @@ def test_slices_are_joined_by_a_cluster_on_simulated_warps(bulk: bool) -> None:
     """Two clusters of seven strips each, which three blocks share."""
     schedule = Schedule(4, 1, 2, 2, 6, scaled=True, bulk=bulk, joined=True)
     check_simulated(5, 1536, 128, schedule, Fusion(residual=True), out_features=216)
+
+
+@pytest.mark.parametrize(("rows", "strips", "depth"), [(8, 2, 3), (16, 1, 2)])
+def test_two_halves_are_joined_without_a_residual_on_simulated_warps(rows: int, strips: int, depth: int) -> None:
+    """Two clusters of seven strips each."""
+    schedule = Schedule(4, 2, strips, depth, 4, scaled=True, bulk=True, joined=True)
+    check_simulated(rows, 2048, 128, schedule, Fusion())
 
 
 def check_simulated(
@@ -315,6 +322,23 @@ def test_fused_kernel_on_the_gpu(rows: int, out_features: int, in_features: int,
     )
     want = expected(x, values, fusion, norm, residual.astype(BF16).astype(np.float64))
     assert np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "out_features"), [(8, 4096), (8, 6136), (8, 14336), (16, 14328)])
+def test_two_halves_joined_by_a_cluster_on_the_gpu(rows: int, out_features: int) -> None:
+    """Memory that results may get is NaN before; of two the last strip has eight outputs."""
+    weight, values = small(out_features, 4096, 128)
+    packed = jax.tree.map(jnp.asarray, to_mosaic(weight))
+    assert tuning.plan_for(rows, packed).schedule.joined
+    x = tokens(rows, 4096)
+    want = in_float64(x, values)
+    runs = []
+    for _ in range(3):
+        jax.block_until_ready([jnp.full((rows, out_features), jnp.nan, jnp.bfloat16) for _ in range(64)])
+        runs.append(np.asarray(int4_matmul(jnp.asarray(x), packed, backend="mosaic"), np.float64))
+    assert np.linalg.norm(runs[0] - want) / np.linalg.norm(want) < 4e-3
+    assert all(np.array_equal(runs[0], run) for run in runs)
 
 
 @pytest.mark.gpu

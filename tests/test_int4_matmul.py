@@ -234,11 +234,15 @@ def test_what_has_been_measured_with_a_scaled_x_takes_it() -> None:
         assert schedule(rows, 4096, 14336).blocks == 264
         assert schedule(rows, 4096, 4096).scaled
         assert schedule(rows, 4096, 4096).bulk
-        assert schedule(rows, 4096, 4096).apart == (rows > 2)
+    assert [schedule(rows, 4096, 4096).apart for rows in (1, 2, 3, 7, 8)] == [False, False, True, True, False]
     assert schedule(1, 14336, 4096, 32).scaled
     assert schedule(5, 14336, 4096, 64).bulk
     assert schedule(1, 14336, 4096, zeros=False).scaled
-    assert schedule(16, 14336, 4096).apart
+    halves = {(8, 14336), (8, 6144), (8, 4096), (16, 14336)}
+    for rows, n in itertools.product((1, 2, 7, 8, 9, 15, 16), (2048, 4096, 6144, 14336, 28672)):
+        assert schedule(rows, n, 4096).joined == ((rows, n) in halves)
+        assert not schedule(rows, n, 4096, 64).joined
+    assert schedule(15, 14336, 4096).apart
     assert schedule(16, 4096, 14336).apart
     assert schedule(16, 14336, 4096, 64).bulk
     others = [schedule(9, 14336, 4096, 64), schedule(17, 14336, 4096), schedule(1, 14336, 4096, 16)]

@@ -52,6 +52,27 @@ def test_all_blocks_are_on_the_card_and_nothing_is_spilled(
     assert (shared_bytes + 1024) * (at_once + others) <= 228 * 1024
 
 
+HALVES = """
+from pallas_kernels.int4_matmul import mosaic, tuning
+
+rows, k, n = map(int, sys.argv[1:])
+plan = tuning.plan_for(rows, packed(n, k))
+assert plan.schedule.joined
+options = {"schedule": plan.schedule, "out_dtype": jnp.dtype(jnp.bfloat16)}
+compiled(lambda x, weight: mosaic.int4_matmul(x, weight, **options), array(jnp.bfloat16, rows, k), packed(n, k))
+print(plan.threads, plan.shared_bytes, plan.slices * plan.blocks_per_slice)
+"""
+
+
+@pytest.mark.parametrize(("rows", "n"), [(8, 4096), (8, 14336), (16, 14336)])
+def test_two_blocks_with_half_of_the_inputs_are_on_a_multiprocessor(rows: int, n: int, tmp_path: pathlib.Path) -> None:
+    answer = run_program(HALVES, rows, 4096, n, dump=tmp_path)
+    threads, shared_bytes, blocks = map(int, answer.split())
+    (registers,) = check_reports(tmp_path, "int4_*", 1)
+    assert blocks == 2 * 132 and threads * -(-registers // 8) * 8 * 2 <= 65536
+    assert (shared_bytes + 1024) * 2 <= 228 * 1024
+
+
 APART = """
 from pallas_kernels.int4_matmul import mosaic
 from pallas_kernels.int4_matmul.plan import Fusion, Plan, Schedule
