@@ -5,9 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
+from benchmarks.clocks import read_register
 from pallas_kernels.decoder_block import mosaic
 from pallas_kernels.decoder_block.mosaic import Arguments, attend
 from pallas_kernels.decoder_block.plan import BLOCKS, WARPS, BlockPlan
@@ -34,15 +33,10 @@ class Stamps:
 
     def put(self, behind: Value | None = None) -> None:
         """`behind`: a number that the clock is read after."""
-        m, i32 = self._m, ir.IntegerType.get_signless(32)
-        ptx, operands = "mov.u32 $0, %clock;", []
-        if behind is not None:
-            ptx = "{ .reg .pred there; setp.ne.b32 there, $1, 0x12345678; mov.b32 $0, 0; @there mov.u32 $0, %clock; }"
-            operands = [behind.ir]
-        constraints = ",".join(["=r", *(["r"] * len(operands)), "~{memory}"])
-        bits = llvm.inline_asm(i32, operands, ptx, constraints, has_side_effects=True)
+        m = self._m
+        bits = read_register("%clock", [] if behind is None else [behind])
         pointer = m._pointer(self._out, self._base + self._next, 4)
-        m._emit("@$2 st.global.b32 [$0], $1;", "l,r,b", pointer, bits, self._lead.ir)
+        m._emit("@$2 st.global.b32 [$0], $1;", "l,r,b", pointer, bits.ir, self._lead.ir)
         self._next += 1
 
 

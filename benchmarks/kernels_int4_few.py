@@ -1,7 +1,7 @@
 """Schedules of the INT4 product for few rows side by side, and where the time of one launch goes.
 
     python -m benchmarks.kernels_int4_few            # every case: all are compiled at once, then timed by CUPTI
-    python -m benchmarks.kernels_int4_few --stamps   # clocks written by the kernel itself, in place of its results
+    python -m benchmarks.kernels_int4_few --stamps   # four cases that miss their targets: clocks that the kernel writes
 
 Weights are rotated past the L2 cache. TB/s counts the codes only.
 """
@@ -13,16 +13,15 @@ import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
+from benchmarks import int4_profile, int4_stamps
 from benchmarks.harness import RESULTS, Recorder, run_each
 from benchmarks.kernels_int4 import (
     BF16,
@@ -41,16 +40,8 @@ from benchmarks.kernels_int4 import (
     read,
     weights_of,
 )
-from pallas_kernels.int4_matmul import mosaic, strip, tuning
+from pallas_kernels.int4_matmul import mosaic, tuning
 from pallas_kernels.int4_matmul.plan import Fusion, Plan, Schedule
-from pallas_kernels.int4_matmul.warp import Value
-from pallas_kernels.int4_matmul.wide_warp import WideWarp
-
-PROLOGUE, TURNS, PER_TURN = 9, 7, 6
-END_TIME = PROLOGUE + TURNS * PER_TURN
-END, START_TIME, STAMPS = END_TIME + 1, END_TIME + 2, END_TIME + 3
-"""Places of stamps: the kernel's start and its barriers before the loop; those of each turn (of the seventh and later
-ones the last); its end, and its start and end by the card's clock in nanoseconds."""
 
 ONE = dataclasses.replace(WIDE, strips=4)
 ASYNCHRONOUS = dataclasses.replace(WIDE, bulk=False)
@@ -105,83 +96,9 @@ CASES = [
     Case(5, *DOWN, 10.2, TALL, group=64),
 ]
 """What is in use, by its measured or expected time, and what it is to be compared with."""
-STAMPED = [
-    Case(1, *UP, 0, ONE),
-    Case(8, *UP, 0, WIDE),
-    Case(8, *OUT, 0, ASYNCHRONOUS),
-    Case(16, *UP, 0, MANY),
-]
-
-
-class StampedWarp(WideWarp):
-    """Writes clocks where the kernel has its barriers, for the first and the last warp, in place of its results.
-
-    A turn's are: its start, weights there, and where sums are added its sums made, all warps' sums made. With bulk
-    copies: its start, room for the next strip (of one warp in four), weights there, weights read, and the same two.
-    """
-
-    _out: Any
-    _lead: Value
-    _base: Value
-    _first: Value
-    _next: int
-
-    @classmethod
-    def of(cls, w: WideWarp, plan: Plan, out: Any, block: Value) -> "StampedWarp":
-        stamped = cls.__new__(cls)
-        stamped.__dict__.update(w.__dict__)
-        last = w.integer(plan.schedule.warps - 2) < w.warp
-        first = w.warp < 1
-        stamped._out, stamped._lead = out, (w.lane < 1) & w.select(first, first, last)
-        stamped._base = block * (2 * STAMPS) + w.select(last, w.integer(STAMPS), w.integer(0))
-        stamped._first, stamped._next = w.integer(0), 0
-        stamped._put(stamped._base + START_TIME, "%globaltimer_lo")
-        stamped._stamp()
-        return stamped
-
-    def _put(self, place: Any, register: str) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        bits = llvm.inline_asm(i32, [], f"mov.u32 $0, {register};", "=r,~{memory}", has_side_effects=True)
-        self._emit("@$2 st.global.b32 [$0], $1;", "l,r,b", self._pointer(self._out, place, 4), bits, self._lead.ir)
-
-    def _stamp(self) -> None:
-        if self._next < 0:
-            return
-        self._put(self._base + self._first + self._next, "%clock")
-        self._next += 1
-
-    def warp_barrier(self) -> None:
-        super().warp_barrier()
-        self._stamp()
-
-    def barrier_wait(self, barrier: Value, parity: Value) -> None:
-        super().barrier_wait(barrier, parity)
-        self._stamp()
-
-    def block_barrier(self) -> None:
-        self._stamp()
-        super().block_barrier()
-        self._stamp()
-
-    def loop(self, count: Value, carry: Sequence[Value], body: Callable[..., Any]) -> Any:
-        if not carry:
-            return super().loop(count, carry, body)
-        self._stamp()
-
-        def stamped(index: Value, inner: Any) -> Any:
-            last = self.integer(TURNS - 1)
-            self._first, self._next = self.select(index < last, index, last) * PER_TURN + PROLOGUE, 0
-            self._stamp()
-            return body(index, inner)
-
-        result = super().loop(count, carry, stamped)
-        self._first, self._next = self.integer(END_TIME), -STAMPS  # no stamps behind the loop
-        self._put(self._base + END, "%clock")
-        self._put(self._base + END_TIME, "%globaltimer_lo")
-        return result
-
-    def store_number(self, ref: Any, offset: Value, value: Value, dtype: str, predicate: Value) -> None:
-        super().store_number(ref, offset, value, dtype, predicate & (value < -1e30))
+STAMPED = [Case(8, *UP, 9.4), Case(8, *OUT, 4.1), Case(16, *UP, 11.3), Case(16, *DOWN, 11.3)]
+"""Those that miss their targets, as they are in use, by the time that these would take."""
+STAMPED_CALLS = 3
 
 
 def operands(case: Case) -> tuple[jax.Array, list[Any]]:
@@ -189,7 +106,7 @@ def operands(case: Case) -> tuple[jax.Array, list[Any]]:
     return x, weights_of(case.k, case.n, case.group, case.kind)
 
 
-def compiled(case: Case) -> Any:
+def lowered(case: Case) -> list[Any]:
     """The product with every weight in turn, traced and lowered."""
     schedule = case.chosen
     _, given, _ = inputs(case.m, case.k, case.n, case.group, case.kind, case.fusion)
@@ -202,7 +119,17 @@ def compiled(case: Case) -> Any:
         return mosaic.int4_matmul(x, w, **given, schedule=schedule, out_dtype=BF16, fusion=case.fusion)
 
     x, weights = operands(case)
-    return jax.jit(lambda x, weights: [product(x, w) for w in weights]).lower(x, weights)
+    return [jax.jit(lambda x, weights: [product(x, w) for w in weights]).lower(x, weights)]
+
+
+def timed(function: Any, *arguments: Any) -> tuple[list[float], float]:
+    """Microseconds of every run of our kernel, and of all other kernels together per run of ours."""
+    _, timings = profiler.measure(function, aggregate=False, iterations=6)(*arguments)
+    if timings is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    kernels = [(name, ms * 1e3) for iteration in timings[1:] for name, ms in iteration]
+    ours = [us for name, us in kernels if "int4_matmul" in name or "mosaic" in name]
+    return ours, (sum(us for _, us in kernels) - sum(ours)) / len(ours)
 
 
 def run(recorder: Recorder, case: Case, function: Any) -> None:
@@ -211,12 +138,7 @@ def run(recorder: Recorder, case: Case, function: Any) -> None:
     first, *_ = function(x, weights)
     error = float(jnp.linalg.norm(first.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
     same = all(bool(jnp.array_equal(first, function(x, weights)[0])) for _ in range(2))
-    _, timings = profiler.measure(function, aggregate=False, iterations=6)(x, weights)
-    if timings is None:
-        raise RuntimeError("CUPTI saw no kernel")
-    kernels = [(name, ms * 1e3) for iteration in timings[1:] for name, ms in iteration]
-    ours = [us for name, us in kernels if "int4_matmul" in name or "mosaic" in name]
-    others = (sum(us for _, us in kernels) - sum(ours)) / len(ours)
+    ours, others = timed(function, x, weights)
     us, spread = statistics.median(ours), statistics.quantiles(ours, n=10)
     verdict = f"error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'}{'' if error < 1e-2 else ' WRONG'}"
     if case.only:
@@ -225,50 +147,27 @@ def run(recorder: Recorder, case: Case, function: Any) -> None:
     recorder.record(case.record, {"us": (us, "us"), "tb_per_s": (case.k * case.n / 2 / us / 1e6, "TB/s")})
 
 
-def stamped(case: Case) -> Any:
-    """The product with every weight in turn, with stamps for results."""
-    schedule = case.chosen
+def lowered_stamped(case: Case) -> list[Any]:
+    """The product with every weight in turn, as it is and with stamps."""
+    products = functools.partial(int4_stamps.products, schedule=case.chosen)
+    return [*lowered(case), jax.jit(products).lower(*operands(case))]
 
-    def program(w: WideWarp, plan: Plan, a: strip.Arguments, slice_: Value, block: Value) -> None:
-        w = StampedWarp.of(w, plan, a.out, slice_ * plan.blocks_per_slice + block)
-        mosaic.multiply(w, plan, a, slice_, block)
 
-    def products(x: jax.Array, weights: list[Any]) -> list[jax.Array]:
-        dtype = jnp.dtype(jnp.float32)
-        return [mosaic.partial_sums(x, w, schedule=schedule, out_dtype=dtype, program=program) for w in weights]
-
+def show(recorder: Recorder, case: Case, *functions: Any) -> None:
+    """Prints and records where the time of a case goes; `functions` are those of `lowered_stamped`."""
     x, weights = operands(case)
-    return jax.jit(products).lower(x, weights)
-
-
-def show(case: Case, function: Any) -> None:
-    """Prints medians over all launches and blocks; blocks end at different times, so those separately."""
-    x, weights = operands(case)
-    jax.block_until_ready(function(x, weights))
+    *_, expected = inputs(case.m, case.k, case.n, case.group, case.kind, case.fusion)
     plan = Plan.of(case.m, weights[0], case.chosen)
-    blocks = plan.slices * plan.blocks_per_slice
-    launches = [np.asarray(out).view(np.uint32).reshape(-1) for out in function(x, weights)]
-    stamps = np.stack([launch[: blocks * 2 * STAMPS].reshape(blocks, 2, STAMPS) for launch in launches]).astype(
-        np.int64
-    )
-    begin = stamps[:, :, 0, START_TIME].min(1, keepdims=True)
-    ends = np.sort(stamps[:, :, 0, END_TIME] - begin, 1)
-    quantiles = [f"{np.median(ends[:, int(q * (blocks - 1))]):.0f}" for q in (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)]
-    print(
-        f"{case.name}: ns from the first start to the end of the first, 10 %, 25, 50, 75, 90, last block: {quantiles}"
-    )
-    took = stamps[:, :, 0, END_TIME] - stamps[:, :, 0, START_TIME]
-    clocks_a_ns = np.median(((stamps[:, :, 0, END] - stamps[:, :, 0, 0]) & 0xFFFFFFFF) / took)
-    starts = np.median((stamps[:, :, 0, START_TIME] - begin).max(1))
-    print(f"  the last block starts after {starts:.0f} ns; {clocks_a_ns:.2f} clocks a ns")
-    for which in range(2):
-        clocks = (stamps[:, :, which] - stamps[:, :, which, :1]) & 0xFFFFFFFF
-        columns = clocks.reshape(-1, STAMPS).T
-        # A stamp that was not written in a block is a huge difference.
-        middle = [f"{np.median(c[c < 1 << 20]):.0f}" if (c < 1 << 20).mean() > 0.3 else "-" for c in columns]
-        turns = [middle[i : i + PER_TURN] for i in range(PROLOGUE, END_TIME, PER_TURN)]
-        print(f"  {('first', 'last')[which]} warp, clocks: before {' '.join(middle[1:PROLOGUE])}; end {middle[END]}")
-        print(f"    turns (see StampedWarp): {'; '.join(' '.join(turn) for turn in turns)}")
+    us, stamped_us = (statistics.median(timed(function, x, weights)[0]) for function in functions)
+    outs = [out for _ in range(STAMPED_CALLS) for out in functions[-1](x, weights)]
+    difference = int4_stamps.results_of(plan, outs[0]) - np.asarray(expected)
+    error = float(np.linalg.norm(difference) / np.linalg.norm(expected))
+    if not error < 1e-2:
+        raise AssertionError(f"{case.name}: error {error:.1e}")
+    profile = int4_profile.Profile.of(plan, outs)
+    print(f"{case.name}: error {error:.1e}", *profile.table(), sep="\n")
+    record = case.record | {"op": "int4_matmul profile"}
+    recorder.record(record, {"us": (us, "us"), "stamped_us": (stamped_us, "us"), **profile.metrics()})
 
 
 def main() -> None:
@@ -279,19 +178,19 @@ def main() -> None:
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
     arguments = parser.parse_args()
     started, recorder = time.perf_counter(), Recorder("kernels", arguments.results)
-    jobs = [(case, compiled, functools.partial(run, recorder)) for case in CASES]
+    jobs = [(case, lowered, functools.partial(run, recorder)) for case in CASES]
     if arguments.stamps:
-        jobs = [(case, stamped, show) for case in STAMPED] + jobs
+        jobs = [(case, lowered_stamped, functools.partial(show, recorder)) for case in STAMPED]
     if arguments.words:
         jobs = [job for job in jobs if any(word in job[0].name for word in arguments.words)]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         shapes = {(case.k, case.n): case for case, *_ in jobs}
         list(pool.map(operands, shapes.values()))
         list(pool.map(operands, {(case.m, case.k, case.n): case for case, *_ in jobs}.values()))
-        pending = [(case, pool.submit(build(case).compile), measure) for case, build, measure in jobs]
+        pending = [(case, [pool.submit(one.compile) for one in build(case)], measure) for case, build, measure in jobs]
 
-        def job(case: Case, function: concurrent.futures.Future, measure: Callable[..., None]) -> None:
-            measure(case, function.result())
+        def job(case: Case, functions: list[concurrent.futures.Future], measure: Callable[..., None]) -> None:
+            measure(case, *(function.result() for function in functions))
 
         try:
             run_each([(one[0].name, functools.partial(job, *one)) for one in pending], started, arguments.seconds)
