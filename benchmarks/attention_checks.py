@@ -32,6 +32,7 @@ CHECKS = [
     Check((-1, 0, 13, 16, 1000, 2043), Shape(6, 2048, tokens=5), True, False, 128),
     Check((1000,), Shape(1, 2048, tokens=5, kv="int8"), True, False, 128, window=500),
     Check((-1, 2032, 15, 0), Shape(4, 2048, tokens=16, q_heads=16), False, False, 128),
+    Check(tuple(range(-1, 511, 5)), Shape(103, 512), False, False, 128),
 ]
 
 

@@ -23,7 +23,9 @@ LOOP_ROUNDS, LOOP_CALLS = 64, 4
 class Shape:
     """`table` is how many tokens the page table has room for, by default the context; `kv` is what pages hold; `norm`
     says whether the decode op normalises queries and keys. Ragged lengths start at `shortest`, by default a sixteenth
-    of the context, and come in any order, or the longest first, as the engine has them."""
+    of the context, and come in any order, or the longest first, as the engine has them. `written` is how many MB the
+    kernels before have left in the L2 cache that are not in memory yet.
+    """
 
     batch: int
     context: int
@@ -38,6 +40,7 @@ class Shape:
     shortest: int = 0
     norm: bool = False
     longest_first: bool = False
+    written: int = 0
 
     @property
     def pages_per_row(self) -> int:
@@ -146,16 +149,19 @@ def separate_ops(plan: Plan) -> Op:
     return op
 
 
-def flushed_calls(op: Op) -> Callable[..., Any]:
-    """A program of `REPEATS` calls, the L2 cache flushed by a 256 MB read before each."""
+def flushed_calls(op: Op, written: int = 0) -> Callable[..., Any]:
+    """A program of `REPEATS` calls, the L2 cache flushed by a 256 MB read before each, and `written` MB in it then."""
 
     def program(x, pools, table, lengths, rope, junk):
         outs = []  # all returned, or XLA would leave calls out
+        results = jnp.zeros(written * 2**19, jnp.bfloat16)
         for i in range(REPEATS):
-            largest = jnp.max(junk * jnp.bfloat16(i + 1))
-            fresh = x + largest * jnp.bfloat16(1e-30)
-            out, pools = op(fresh, pools, table, lengths, rope)
-            x, out = jax.lax.optimization_barrier((x, out))
+            fresh = jnp.max(junk * jnp.bfloat16(i + 1)) * jnp.bfloat16(1e-30)
+            if written:
+                results = jax.lax.optimization_barrier(results + fresh)
+                fresh += results[0] * jnp.bfloat16(1e-30)
+            out, pools = op(x + fresh, pools, table, lengths, rope)
+            x, junk, results, out = jax.lax.optimization_barrier((x, junk, results, out))
             outs.append(out)
         return outs, pools
 
@@ -179,9 +185,19 @@ def looped_calls(op: Op) -> Callable[..., Any]:
     return program
 
 
-def kernel_us(work: Workload, op: Op, x: jax.Array, junk: jax.Array) -> float:
+def lowered_calls(op: Op, shape: Shape, junk: jax.Array, projections: bool) -> jax.stages.Lowered:
+    """`flushed_calls` for a workload of this shape, its op taking the projections or else the queries."""
+
+    def operands() -> tuple[Any, ...]:
+        work = Workload(shape)
+        return work.qkv if projections else work.q, work.pools, work.table, work.lengths, work.rope
+
+    x, pools, table, lengths, rope = jax.eval_shape(operands)
+    return jax.jit(flushed_calls(op, shape.written)).lower(x, pools, table, lengths, rope, junk)
+
+
+def kernel_us(work: Workload, program: jax.stages.Compiled, x: jax.Array, junk: jax.Array) -> float:
     """Median time of the kernel alone."""
-    program = jax.jit(flushed_calls(op))
     _, kernels = profiler.measure(program, aggregate=False)(x, work.pools, work.table, work.lengths, work.rope, junk)
     times = [ms for name, ms in kernels or [] if "_attention" in name]
     if len(times) != REPEATS:

@@ -10,6 +10,7 @@ on one contiguous prompt. One process, about a second a case; an error in one ca
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import pathlib
 import sys
@@ -24,7 +25,16 @@ import jax.numpy as jnp
 from benchmarks import kernels_triton
 from benchmarks.attention_checks import CHECKS, check
 from benchmarks.attention_prefill import CHUNKS, chunk_timing
-from benchmarks.attention_workload import Shape, Workload, attention_op, decode_op, kernel_us, loop_us, separate_ops
+from benchmarks.attention_workload import (
+    Shape,
+    Workload,
+    attention_op,
+    decode_op,
+    kernel_us,
+    loop_us,
+    lowered_calls,
+    separate_ops,
+)
 from benchmarks.harness import RESULTS, Recorder, read_rate
 from pallas_kernels.paged_attention.plan import Plan
 
@@ -60,15 +70,33 @@ SHORT: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(**SIXTEEN, norm=True), [{}]),
     (Shape(**SIXTEEN, norm=True, tokens=5), [{}, {"splits": 4}]),
 ]
-# What `benchmarks.throughput` runs: at its beginning, and when fewer rows are left.
-SERVED: dict[str, Any] = {"table": 2048, "ragged": True, "longest_first": True}
+# What `benchmarks.throughput --order shortest` runs, as its rows become fewer: (rows, shortest, longest).
+SERVED = [
+    (256, 209, 1126),
+    (216, 315, 1232),
+    (192, 385, 1302),
+    (160, 472, 1389),
+    (128, 618, 1522),
+    (96, 738, 1636),
+    (64, 870, 1768),
+    (32, 1090, 1911),
+]
+IN_ORDER: dict[str, Any] = {"every": 1}
+ROWS: dict[str, Any] = {"table": 2048, "ragged": True, "longest_first": True}
 MANY: list[tuple[Shape, list[dict[str, Any]]]] = [
-    (Shape(256, 1024, shortest=100, **SERVED), [{}, {"late_values": False}, {"late_values": False, "depth": 2}]),
-    (Shape(128, 1800, shortest=100, **SERVED), [{}, {"late_values": True}]),
-    (Shape(96, 2000, shortest=200, **SERVED), [{}, {"splits": 2}]),
-    (Shape(64, 2000, shortest=200, **SERVED), [{}, {"splits": 2}]),
-    (Shape(64, 2000, shortest=200, kv=INT8, **SERVED), [{}, {"splits": 1}]),
-    (Shape(32, 2000, shortest=200, **SERVED), [{}]),
+    (Shape(rows, longest, shortest=shortest, **ROWS), [{}, IN_ORDER]) for rows, shortest, longest in SERVED
+]
+MANY += [
+    (Shape(64, 4096), [{}, IN_ORDER]),
+    (Shape(256, 700, table=2048), [{}, IN_ORDER]),
+    (Shape(192, 1302, shortest=385, kv=INT8, **ROWS), [{}, IN_ORDER]),
+    (Shape(192, 1302, shortest=385, kv=FP8, **ROWS), [{}, IN_ORDER]),
+    (Shape(64, 2048, tokens=4, ragged=True, longest_first=True), [{}, IN_ORDER]),
+    (Shape(192, 1302, shortest=385, written=24, **ROWS), [{}, IN_ORDER]),
+    (Shape(16, 1000), [{}]),
+    (Shape(1, 32768), [{}]),
+    (Shape(192, 1302, shortest=385, **ROWS), [{"late_values": False}]),
+    (Shape(160, 1389, shortest=472, **ROWS), [{"late_values": True}]),
 ]
 ATTENTION: list[tuple[Shape, list[dict[str, Any]]]] = [
     (Shape(64, 4096), [{}]),
@@ -91,13 +119,31 @@ LOOPS = [Shape(1, 512), Shape(1, 2048), Shape(16, 256)]
 PARTS = ("check", "decode", "short", "many", "attention", "prefill", "loops")
 
 
+@dataclasses.dataclass
+class Kernels:
+    """Kernels that are compiled in threads, each once, whatever the lengths of the rows."""
+
+    pool: concurrent.futures.Executor
+    junk: jax.Array
+    compiled: dict[Any, concurrent.futures.Future] = dataclasses.field(default_factory=dict)
+
+    def start(self, name: str, shape: Shape, plan: Plan) -> concurrent.futures.Future:
+        shape = dataclasses.replace(shape, longest_first=False)
+        key = name, shape, plan
+        if key not in self.compiled:
+            decodes = name == "decode_attention"
+            op = decode_op(plan, shape.norm) if decodes else attention_op(plan)
+            self.compiled[key] = self.pool.submit(lowered_calls(op, shape, self.junk, projections=decodes).compile)
+        return self.compiled[key]
+
+
 def timing(
-    recorder: Recorder, name: str, work: Workload, changes: dict[str, Any], junk: jax.Array, rate: float
+    recorder: Recorder, name: str, work: Workload, changes: dict[str, Any], kernels: Kernels, rate: float
 ) -> None:
     shape = work.shape
     plan = shape.plan(**changes)
-    op, x = (decode_op(plan, shape.norm), work.qkv) if name == "decode_attention" else (attention_op(plan), work.q)
-    us = kernel_us(work, op, x, junk)
+    x = work.qkv if name == "decode_attention" else work.q
+    us = kernel_us(work, kernels.start(name, shape, plan).result(), x, kernels.junk)
     read = shape.bytes_read / us * 1e6
     metrics = {"us": (us, "us"), "tb_per_s": (read / 1e12, "TB/s"), "hbm_share": (read / rate, "")}
     recorder.record(case_of(name, shape, plan), metrics)
@@ -113,10 +159,11 @@ def loop_timing(recorder: Recorder, work: Workload) -> None:
 
 
 def case_of(name: str, shape: Shape, plan: Plan) -> dict[str, object]:
-    schedule = {field: getattr(plan, field) for field in ("splits", "warps", "depth", "most_halves")}
-    case = {"op": name} | dataclasses.asdict(shape) | schedule | {"late_values": plan.late_values}
+    fields = ("splits", "warps", "depth", "most_halves", "late_values", "every")
+    case = {"op": name} | dataclasses.asdict(shape) | {field: getattr(plan, field) for field in fields}
     # As records were made before there was a choice.
-    return {key: value for key, value in case.items() if value or key not in ("longest_first", "late_values")}
+    later = {"longest_first": False, "written": 0, "late_values": False, "every": 1}
+    return {key: value for key, value in case.items() if key not in later or value != later[key]}
 
 
 def main() -> None:
@@ -155,16 +202,22 @@ def main() -> None:
             attempt(str(case), check, case)
     rate = read_rate()
     print(f"read rate {rate / 1e12:.2f} TB/s", flush=True)
-    junk = jnp.ones(128 * 2**20, jnp.bfloat16)
-    for part, table in (("decode", DECODE), ("short", SHORT), ("many", MANY), ("attention", ATTENTION)):
-        name = "paged_attention" if part == "attention" else "decode_attention"
-        for shape, schedules in table:
-            if part not in options.parts or not wanted(shape.kv, shape.tokens):
-                continue
-            work = Workload(shape)
-            for changes in schedules:
-                attempt(f"{name} {shape} {changes}", timing, recorder, name, work, changes, junk, rate)
-            del work
+    kernels = Kernels(concurrent.futures.ThreadPoolExecutor(8), jnp.ones(128 * 2**20, jnp.bfloat16))
+    cases = [
+        ("paged_attention" if part == "attention" else "decode_attention", shape, schedules)
+        for part, table in (("decode", DECODE), ("short", SHORT), ("many", MANY), ("attention", ATTENTION))
+        for shape, schedules in table
+        if part in options.parts and wanted(shape.kv, shape.tokens)
+    ]
+    for name, shape, schedules in cases:
+        for changes in schedules:
+            kernels.start(name, shape, shape.plan(**changes))
+    for name, shape, schedules in cases:
+        work = Workload(shape)
+        for changes in schedules:
+            attempt(f"{name} {shape} {changes}", timing, recorder, name, work, changes, kernels, rate)
+        del work
+    kernels.pool.shutdown(cancel_futures=True)
     for case in CHUNKS:
         if "prefill" in options.parts and wanted(case.kv):
             attempt(str(case), chunk_timing, recorder, case)

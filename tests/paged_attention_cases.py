@@ -43,6 +43,7 @@ class Case:
     depth: int | None = None
     most_halves: int | None = None
     late_values: bool | None = None
+    every: int | None = None
 
     @property
     def batch(self) -> int:
@@ -65,7 +66,8 @@ class Case:
             kv=self.kv,
             **{name: getattr(self, name) for name in names},
         )
-        schedule = {name: getattr(self, name) for name in ("splits", "warps", "depth", "most_halves", "late_values")}
+        fields = ("splits", "warps", "depth", "most_halves", "late_values", "every")
+        schedule = {name: getattr(self, name) for name in fields}
         return dataclasses.replace(plan, **{name: value for name, value in schedule.items() if value is not None})
 
     def decode_plan(self) -> decode_mosaic.DecodePlan:

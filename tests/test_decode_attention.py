@@ -52,6 +52,8 @@ CASES.append(Case((70, 20), tokens=5, q_heads=4, kv_heads=1, rotary_dim=64, spli
 CASES.append(
     Case((0, 1, 17, 127), head_dim=128, kv_heads=1, rotary_dim=128, splits=1, warps=4, depth=1, late_values=True)
 )
+# Every third row first.
+CASES.append(Case((100, 0, 17, 60, 33, 1, 128, 80), head_dim=128, kv_heads=1, rotary_dim=128, warps=4, every=3))
 SEVERAL = [case for case in CASES if case.tokens > 1]
 
 

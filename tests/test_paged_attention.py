@@ -1,5 +1,6 @@
 """The paged attention op: the reference and the kernel's warp program against float64, lowering, errors, GPU runs."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -12,6 +13,7 @@ from pallas_kernels.dispatch import Choice
 from pallas_kernels.paged_attention import mosaic, paged_attention, plan, reference
 from tests import paged_attention_cases as cases
 from tests.paged_attention_cases import Case
+from tests.simulated_warp import Cluster, SimulatedWarp
 
 # Lengths: empty, one token, a page boundary, one more, many pages.
 CASES = [
@@ -107,6 +109,16 @@ def test_schedule(batch, kv_heads, pages_per_row, blocks, warps):
     )
     assert (batch * kv_heads * got.splits, got.warps) == (blocks, warps)
     assert got.late_values == (batch == 256)
+    assert got.every == {32: 2, 64: 2, 256: 8}.get(batch, 1)  # blocks over those that run at once, two a multiprocessor
+
+
+@pytest.mark.parametrize(("batch", "every"), [(1, 1), (5, 1), (64, 2), (192, 6), (193, 6), (10, 3), (7, 12)])
+def test_each_row_comes_once_every_nth_first(batch: int, every: int):
+    w = SimulatedWarp(Cluster(1, 4, 0), 0, 0)
+    schedule = dataclasses.replace(Case((1,) * batch).plan(), every=every)
+    rows = [int(mosaic.row_of(w, schedule, w.const(place, "i32"))[0]) for place in range(batch)]
+    first = list(range(0, batch, every))
+    assert rows == first + [row for row in range(batch) if row not in first]
 
 
 @pytest.mark.parametrize("other", [{"kv": "int8"}, {"head_dim": 64}, {"tokens": 5}], ids=str)

@@ -90,6 +90,15 @@ def query_word(w: Any, plan: Plan, word: Any) -> Any:
     return w.pack_f16(low, high)
 
 
+def row_of(w: Any, plan: Plan, place: Any) -> Any:
+    """The row that comes at `place`: each `plan.every`-th, then the others."""
+    if plan.every == 1:
+        return place
+    first, between = -(-plan.batch // plan.every), plan.every - 1
+    rest = w.maximum(place - first, w.const(0, "i32"))
+    return w.select(place < first, place * plan.every, rest // between * plan.every + (rest % between + 1))
+
+
 # Jitted, so that a model's equal layers share one kernel: it is lowered once, and compiled once, not once a layer.
 @functools.partial(jax.jit, static_argnames=("plan", "return_lse"))
 def paged_attention(
@@ -136,8 +145,8 @@ def launch(
             del ctx
             *arrays, smem = values[: len(refs)]
             w = Warp(smem)
-            indices = [w.scalar(x) for x in values[len(refs) :]]
-            program(w, arrays[: len(operands)], arrays[len(operands) :], *indices)
+            place, *indices = [w.scalar(x) for x in values[len(refs) :]]
+            program(w, arrays[: len(operands)], arrays[len(operands) :], row_of(w, plan, place), *indices)
 
         take_turn()
         split = jax.lax.axis_index("split") if plan.splits > 1 else jnp.int32(0)
