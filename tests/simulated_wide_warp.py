@@ -125,6 +125,11 @@ class SimulatedWideWarp(SimulatedInt4Warp):
             assert np.isnan(ref[start : start + numbers.shape[1]].astype(np.float32)).all(), "written twice"
             ref.view(np.uint16)[start : start + numbers.shape[1]] = numbers[lane]
 
+    def give_up(self, ref: np.ndarray, offset: np.ndarray, size: int, predicate: np.ndarray) -> None:
+        lines, there = ref.view(np.uint8).reshape(-1, 128), offset[predicate].astype(np.int64) * size
+        assert (there % 128 == 0).all(), "not the start of a line"
+        lines[there // 128] = 0xFF  # NaN
+
     # Copies
     def _start(self, destination: int, ref: np.ndarray, origin: int, size: int) -> np.ndarray:
         """The bytes of a copy, whose destination holds no numbers from now on."""
@@ -345,7 +350,7 @@ def simulate_normalise(
     """What the kernel that normalises x (bfloat16) returns, and x with slices [slices, rows, inputs] added."""
     slices, total = (0, x) if partial is None else (len(partial), np.full(x.shape, np.nan, BF16))
     own = wide_norm.NormPlan(plan)
-    sums = None if partial is None else partial.reshape(-1).view(np.uint8 if slices == 1 else np.float32)
+    sums = None if partial is None else partial.copy().reshape(-1).view(np.uint8 if slices == 1 else np.float32)
 
     def program(w: SimulatedWideWarp, given: Any, out: np.ndarray, block: np.ndarray) -> None:
         wide_norm.normalise(w, own, given, norm, sums, slices, eps, (out, total.reshape(-1)), block)

@@ -1,6 +1,7 @@
 """The INT4 matrix product for many rows: on simulated warps, lowered for CUDA, on the GPU; its schedules."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -208,7 +209,7 @@ def with_slices(x: np.ndarray, partial: np.ndarray | None) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("rows", "in_features", "group_size", "slices"),
-    [(7, 200, 16, 0), (5, 2312, 32, 3), (133, 136, 16, 1), (1, 8584, 32, 2)],
+    [(7, 200, 16, 0), (5, 2312, 32, 3), (133, 136, 16, 1), (1, 8584, 32, 2), (5, 2304, 32, 3), (133, 192, 16, 1)],
 )
 def test_kernel_that_normalises_does_what_xla_does(rows: int, in_features: int, group_size: int, slices: int) -> None:
     """One token a block or two, one turn of its warps or several; with what the product before left."""
@@ -229,9 +230,12 @@ def test_kernel_that_normalises_on_the_gpu(rows: int, in_features: int) -> None:
     for slices in (0, 1, 4):
         partial = slices_of(rows, in_features, slices)
         given = None if partial is None else jnp.asarray(partial)
-        image, total = wide_norm.arrange_normalised(jnp.asarray(x), plan, jnp.asarray(norm), 1e-5, given)
+        run = jax.jit(functools.partial(wide_norm.arrange_normalised, plan=plan, eps=1e-5))
+        image, total = run(jnp.asarray(x), norm=jnp.asarray(norm), partial=given)
         assert (np.asarray(total) == with_slices(x, partial)).mean() > 0.99
         assert_normalised(np.asarray(image), np.asarray(total), norm, plan)
+        if given is not None:  # what the caller keeps is not given up, but a copy of it
+            np.testing.assert_array_equal(np.asarray(given), partial)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from pallas_kernels.int4_matmul.cluster_warp import ClusterWarp
 
 def run_blocks(
     program: Callable[[ClusterWarp, Sequence[Any], Any], None],
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[Any],
     out_type: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     *,
     blocks: int,

@@ -1,8 +1,9 @@
 """The RMS norm before a product of many rows, which brings x into the product's order as well.
 
 Where the product before it left its sums in slices, they are added to the residual here: what XLA would do in a kernel
-of its own. A block has all inputs of one token or two, a thread eight of them at a time. What it has normalised goes
-through shared memory, from where threads of neighbouring tokens write pieces of 16 bytes that are neighbours.
+of its own, and then given up: what of them is in the L2 cache only need not go to memory while attention reads from it.
+A block has all inputs of one token or two, a thread eight of them at a time. What it has normalised goes through shared
+memory, from where threads of neighbouring tokens write pieces of 16 bytes that are neighbours.
 """
 
 import dataclasses
@@ -22,6 +23,10 @@ FEW_TOKENS = 132
 """Up to so many each has a block of its own, and half of a sector is written at a time."""
 SHARE = 256
 """Inputs of a warp's turn: 16 bytes a thread."""
+LINE = 128
+"""Bytes that the L2 cache gives up at once."""
+MOST_GIVEN_UP = 25 << 20
+"""Bytes of slices, half of an H200's L2 cache: of more, most are in memory already."""
 MOST_WARPS, EARLY_TURNS = 32, 2
 MOST_INPUTS = 2**14
 """What threads hold of so many inputs, in several turns, fits into their registers."""
@@ -79,10 +84,13 @@ class Turn:
         self.share = w.warp + index * plan.warps
         self.in_block = self.share // plan.shares
         token = block * plan.tokens + self.in_block
-        self.column = self.share % plan.shares * SHARE + w.lane * 8
+        self.first = self.share % plan.shares * SHARE
+        self.column = self.first + w.lane * 8
         self.has_inputs = self.column < plan.product.in_features
-        self.there = self.has_inputs & (self.in_block < plan.tokens) & (token < plan.product.rows)
-        self.place = token * plan.product.in_features + self.column
+        self.has_token = (self.in_block < plan.tokens) & (token < plan.product.rows)
+        self.there = self.has_inputs & self.has_token
+        self.start = token * plan.product.in_features
+        self.place = self.start + self.column
 
 
 def normalise(
@@ -90,8 +98,8 @@ def normalise(
 ) -> None:
     """One warp's work, emitted through `w`, a WideWarp (or its NumPy twin in the tests).
 
-    `partial` holds the slices of the product before: of float32, or one of bfloat16. `outs` are the image, and where
-    there are slices what x becomes by them.
+    `partial` holds the slices of the product before: of float32, or one of bfloat16; they are lost. `outs` are the
+    image, and where there are slices what x becomes by them.
     """
     turns = [Turn(w, plan, block, i) for i in range(plan.turns)]
     words = []
@@ -125,6 +133,25 @@ def normalise(
         w.shared_store_words(place, _pairs(w, scaled))
     w.block_barrier()
     _write(w, plan, outs[0], block)
+    if slices:
+        _give_up(w, plan, partial, slices, turns)
+
+
+def _give_up(w: Any, plan: NormPlan, partial: Any, slices: int, turns: Sequence[Turn]) -> None:
+    """Gives up the block's part of all slices, which all its warps have read.
+
+    Whole lines of one token each, and nobody else's: XLA aligns arrays to lines. It knows that the slices are lost.
+    """
+    size = 4 if slices > 1 else 2
+    rows, inputs = plan.product.rows, plan.product.in_features
+    numbers = LINE // size
+    if inputs % numbers or slices * rows * inputs * size > MOST_GIVEN_UP:
+        return  # lines would be of several tokens, or gone
+    for turn in turns:
+        column = turn.first + w.lane * numbers
+        there = turn.has_token & (w.lane < SHARE // numbers) & (column < inputs)
+        for i in range(slices):
+            w.give_up(partial, turn.start + column + i * (rows * inputs), size, there)
 
 
 def _slices(w: Any, plan: NormPlan, partial: Any, slices: int, turn: Turn) -> list[Any]:
@@ -193,7 +220,8 @@ def arrange_normalised(
 
     image, *total = run_blocks(
         program,
-        [x, norm] if partial is None else [x, norm, partial],
+        # As a reference, so that XLA knows that the slices change.
+        [x, norm] if partial is None else [x, norm, jax.new_ref(partial)],
         [jax.ShapeDtypeStruct(shape_of(plan), jnp.int32), *([jax.ShapeDtypeStruct(x.shape, x.dtype)] * bool(slices))],
         blocks=own.blocks,
         warps=own.warps,

@@ -84,6 +84,10 @@ class WideWarp(Int4Warp):
         operands = [self._pointer(ref, offset, 2), *[word.ir for word in words], predicate.ir]
         self._emit(ptx, ",".join(["l", *["r"] * count, "b"]), *operands)
 
+    def give_up(self, ref: ir.Value, offset: Value, size: int, predicate: Value) -> None:
+        """Makes 128 bytes, from element `offset` of `size` bytes on, anything: L2 need not write them to memory."""
+        self._emit("@$1 discard.global.L2 [$0], 128;", "l,b", self._pointer(ref, offset, size), predicate.ir)
+
     # Copies
     def copy_or_clear(
         self, address: Value, ref: ir.Value, offset: Value, inside: Value | None, predicate: Value | None, to: int
