@@ -41,7 +41,7 @@ BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
 
 
 def fused(x: jax.Array, weight: PackedInt4) -> jax.Array:
-    schedule = wide_tuning.wide_schedule(x.shape[0], weight)
+    schedule = wide_tuning.wide_schedule(x.shape[0], weight, natural=True)
     return wide.int4_matmul(x, weight, schedule=schedule, out_dtype=BF16)
 
 

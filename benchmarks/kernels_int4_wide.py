@@ -48,11 +48,16 @@ CASES = [
 ]
 
 
+NATURAL: dict[str, Any] = {"natural": True}
+ONE: dict[str, Any] = {"warpgroups": 1, "slices": 1, "cluster": 2, "blocks": 132}
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (1024, "o", [{"tokens": 256, "warpgroups": 2, "tiles": 1, "cluster": 2, "blocks": 132}]),
-    (512, "o", [{}]),
-    (256, "o", [{}, {"warpgroups": 1, "slices": 1, "cluster": 4, "blocks": 128}]),
-    (80, "qkv", [{}, {"warpgroups": 2, "slices": 2, "cluster": 4, "blocks": 112}]),
+    (256, "qkv", [NATURAL, NATURAL | {"cluster": 2, "blocks": 132}]),
+    (320, "o", [NATURAL, NATURAL | ONE | {"tokens": 160}, ONE | {"tokens": 160}]),
+    (384, "o", [NATURAL, NATURAL | ONE | {"tokens": 192}]),
+    (448, "o", [NATURAL, NATURAL | ONE | {"tokens": 224}]),
+    (64, "up", [{}, NATURAL]),
+    (1024, "up", [{}, NATURAL]),
+    (1024, "qkv", [{}, NATURAL]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
@@ -130,7 +135,11 @@ def run(
     error = float(jnp.linalg.norm(first.astype(jnp.float32) - tokens.expected) / jnp.linalg.norm(tokens.expected))
     same = all(bool(jnp.array_equal(first, other)) for other in others)
     s = schedule
-    name = f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.cluster}c{s.stages}d" + " turns" * s.turns
+    name = (
+        f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.cluster}c{s.stages}d"
+        + " turns" * s.turns
+        + " natural" * s.natural
+    )
     right = same and error < 1e-2
     note = f"{rows} {shape} {name}: error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'}"
     note += "" if right else " WRONG"

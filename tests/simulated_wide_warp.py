@@ -5,69 +5,33 @@ their sums, so a slot that is given back too early shows as a wrong result. Copi
 """
 
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from simulated_barriers import Barriers
 from simulated_int4_warp import DTYPES, SimulatedInt4Warp, flat_weights
 from simulated_warp import LANE, SimulatedWarp, run_cluster, uniform
 
 from pallas_kernels.int4_matmul import strip, wide, wide_arrange, wide_dequantize, wide_norm
 from pallas_kernels.int4_matmul.packing_int8 import Packed
-from pallas_kernels.int4_matmul.wide_plan import WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import BOX, WidePlan, WideSchedule
 from pallas_kernels.token_order import TokenOrder, image_shape, ordered
 
 BF16 = ml_dtypes.bfloat16
 
 
-class Barriers:
-    """The barriers in the shared memory of a cluster, by (block, address)."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.groups: dict[tuple[int, int], threading.Barrier] = {}
-        self.turns: dict[tuple[int, int], list[int]] = {}  # arrivals so far
-        self.state: dict[tuple[int, int], list[int]] = {}  # arrivals of a phase, those left, bytes left, phases
-
-    def together(self, block: int, warpgroup: int) -> threading.Barrier:
-        with self.changed:
-            return self.groups.setdefault((block, warpgroup), threading.Barrier(4, timeout=60))
-
-    def turn(self, block: int, barrier: int, wait: bool) -> None:
-        """One of the four warps that wait, or of the four that give the turn."""
-        with self.changed:
-            state = self.turns.setdefault((block, barrier), [0])
-            state[0] += 1
-            phase = state[0] // 8
-            if state[0] % 8 == 0:
-                self.changed.notify_all()
-            elif wait:
-                assert self.changed.wait_for(lambda: state[0] // 8 > phase, timeout=60), f"block {block} waits for ever"
-
-    def update(self, block: int, address: int, arrivals: int = 0, nbytes: int = 0) -> None:
-        with self.changed:
-            state = self.state[block, address]
-            state[1] -= arrivals
-            state[2] += nbytes
-            assert state[1] >= 0, "more arrivals than the phase has"
-            if state[1] == 0 and state[2] == 0:
-                state[1], state[3] = state[0], state[3] + 1
-                self.changed.notify_all()
-
-    def wait(self, block: int, address: int, parity: int) -> None:
-        with self.changed:
-            done = self.changed.wait_for(lambda: (self.state[block, address][3] + 1) % 2 == parity, timeout=60)
-            assert done, f"block {block} waits for ever"
+def swizzled(addresses: np.ndarray) -> np.ndarray:
+    """Where bytes lie: pieces of 16 bytes change places among eight, by the line of 128 bytes they are in."""
+    return addresses ^ (addresses // 128 % 8 * 16)
 
 
 class SimulatedWideWarp(SimulatedInt4Warp):
     def __init__(self, warp: SimulatedWarp, barriers: Barriers):
         super().__init__(warp)
         self.barriers = barriers
-        self.copies: list[tuple[int, np.ndarray]] = []
         self.issued: list[Callable[[], None]] = []
         self.products: list[list[Callable[[], None]]] = []
 
@@ -154,12 +118,11 @@ class SimulatedWideWarp(SimulatedInt4Warp):
                 continue
             destination, keep = int(address[lane]) + to, inside is None or inside[lane]
             data = self._start(destination, ref, int(offset[lane]) if keep else 0, 16)
-            self.copies.append((destination, data if keep else np.zeros(16, np.uint8)))
+            self.open.append((destination, data if keep else np.zeros(16, np.uint8)))
 
     def arrive_when_copied(self, barrier: np.ndarray) -> None:
-        for destination, data in self.copies:
-            self.bytes[destination : destination + 16] = data
-        self.copies = []
+        self._place(self.open)
+        self.open = []
         self.barriers.update(self.block, uniform(barrier), arrivals=32)
 
     def copy_to_cluster(
@@ -178,6 +141,25 @@ class SimulatedWideWarp(SimulatedInt4Warp):
             for block in range(blocks) if blocks > 1 else [self.block]:
                 self.cluster.smem[block].view(np.uint8)[destination : destination + nbytes] = data
                 self.barriers.update(block, int(barrier[lane]), nbytes=-nbytes)
+
+    def copy_box(
+        self,
+        address: np.ndarray,
+        boxes: tuple[np.ndarray, int, int],
+        column: np.ndarray,
+        row: np.ndarray,
+        barrier: np.ndarray,
+        blocks: int,
+        predicate: np.ndarray,
+    ) -> None:
+        array, rows, columns = boxes
+        for lane in np.flatnonzero(predicate):
+            there = array[row[lane] :, column[lane] :][:rows, :columns]
+            box = np.pad(there, ((0, rows - there.shape[0]), (0, columns - there.shape[1]))).view(np.uint8)
+            places = swizzled(int(address[lane]) + np.arange(box.size))
+            for block in range(blocks) if blocks > 1 else [self.block]:
+                self.cluster.smem[block].view(np.uint8)[places] = box.reshape(-1)
+                self.barriers.update(block, int(barrier[lane]), nbytes=-box.size)
 
     def copy_once(
         self,
@@ -250,12 +232,16 @@ class SimulatedWideWarp(SimulatedInt4Warp):
         assert uniform(address) % 16 == 0
         return uniform(address), tokens
 
+    def swizzled_matrix(self, address: np.ndarray) -> tuple[int, None]:
+        assert uniform(address) % 1024 == 0
+        return uniform(address), None
+
     def wgmma(
-        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], matrix: tuple[int, int], advance: int
+        self, acc: Sequence[np.ndarray], a: Sequence[np.ndarray], matrix: tuple[int, int | None], advance: int
     ) -> list[np.ndarray]:
         """This warp's 16 rows of the product; fragment layouts as the PTX manual gives them."""
         start, tokens = matrix[0] + advance, 2 * len(acc)
-        assert matrix[1] == tokens
+        apart = matrix[1]  # tokens from one piece of 8 inputs to the next
         sums = [np.full(32, np.nan, np.float32) for _ in acc]
         before, words = list(acc), [word.copy() for word in a]
 
@@ -266,8 +252,13 @@ class SimulatedWideWarp(SimulatedInt4Warp):
                 for half in range(2):
                     left[group + 8 * (i % 2), 8 * (i // 2) + 2 * quad + half] = self._numbers(word)[:, half]
             # 8 x 8 matrices of [8 tokens, 16 bytes]: the next tokens' follows, the next inputs' comes after all tokens.
-            piece = self.bytes[start : start + 2 * 16 * tokens].copy().view(BF16).astype(np.float32)
-            right = piece.reshape(2, tokens, 8).transpose(0, 2, 1).reshape(16, tokens)
+            if apart is None:
+                places = swizzled(start + np.arange(tokens)[:, None] * 128 + np.arange(32))
+                right = self.bytes[places].view(BF16).astype(np.float32).T
+            else:
+                assert apart >= tokens
+                piece = self.bytes[start:][: 16 * (apart + tokens)].copy().view(BF16).astype(np.float32).reshape(-1, 8)
+                right = np.stack([piece[:tokens], piece[apart:]]).transpose(0, 2, 1).reshape(16, tokens)
             for i, value in enumerate(before):
                 total[group + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * quad + i % 2] = value
             total = total + left @ right
@@ -299,7 +290,10 @@ def simulate(x: np.ndarray, weight: Packed, schedule: WideSchedule, out_dtype: s
     """What the kernel returns for x [rows, in_features] (bfloat16): [slices, rows, out_features]."""
     plan = WidePlan.of(x.shape[0], weight, schedule)
     out = np.full(schedule.slices * plan.rows * plan.out_features, np.nan, DTYPES[out_dtype])
-    image = np.asarray(ordered(jnp.asarray(x), plan.token_order)).reshape(-1)
+    if schedule.natural:
+        image = (x, plan.box_tokens, BOX)
+    else:
+        image = np.asarray(ordered(jnp.asarray(x), plan.token_order)).reshape(-1)
     _run(plan, weight, image, out, out_dtype)
     return out.reshape(schedule.slices, plan.rows, plan.out_features)
 
@@ -378,7 +372,7 @@ def _arguments(weight: Packed, x: Any, out: np.ndarray, out_dtype: str) -> strip
     return strip.arguments_of(weight, weights=flat_weights(weight), x=x, out=out, out_dtype=out_dtype)
 
 
-def _run(plan: WidePlan, weight: Packed, image: np.ndarray, out: np.ndarray, out_dtype: str) -> None:
+def _run(plan: WidePlan, weight: Packed, image: Any, out: np.ndarray, out_dtype: str) -> None:
     arguments = _arguments(weight, image, out, out_dtype)
     for cluster in range(plan.clusters):
         barriers = Barriers()

@@ -87,6 +87,11 @@ def truncation(plan: WidePlan) -> float:
         (33, 264, 640, -1, "minimum", WideSchedule(24, warpgroups=4, slices=3, stages=2)),
         (33, 520, 256, 256, "zero_point", WideSchedule(48, tiles=2, cluster=4, stages=2, blocks=4)),
         (5, 72, 64, 32, "symmetric", WideSchedule(8, warpgroups=3, stages=3, blocks=8, turns=True)),
+        (20, 200, 384, 128, "zero_point", WideSchedule(24, stages=3, blocks=1, natural=True)),
+        (20, 201, 576, 32, "symmetric", WideSchedule(24, stages=4, slices=2, blocks=3, natural=True)),
+        (40, 136, 1152, 64, "minimum", WideSchedule(16, tiles=2, stages=5, cluster=2, blocks=4, natural=True)),
+        (17, 40, 200, 32, "zero_point", WideSchedule(8, 1, stages=2, cluster=2, natural=True)),
+        (33, 264, 640, -1, "minimum", WideSchedule(16, slices=3, cluster=4, stages=4, blocks=8, natural=True)),
     ],
 )
 def test_kernel_on_simulated_warps(rows, out_features, in_features, group_size, kind, schedule) -> None:
@@ -113,6 +118,7 @@ def test_scales_of_more_bits_than_bfloat16(kind: str, dtype: type) -> None:
         (100, 136, WideSchedule(56, warpgroups=1, tiles=2, stages=2)),
         (139, 80, WideSchedule(72, stages=2, cluster=2, blocks=2)),
         (140, 64, WideSchedule(144, warpgroups=1, stages=2)),
+        (139, 72, WideSchedule(144, stages=3, natural=True)),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -340,7 +346,7 @@ def test_slices_are_added_in_the_norms_kernel(monkeypatch: pytest.MonkeyPatch) -
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         traced = jax.jit(behind_attention).trace(x, heads, norm, *weights)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 7  # heads into order, four products, and two norms
+    assert text.count("custom_call @mosaic_gpu") == 6  # four products, of which o's takes heads as they are, two norms
     for rows, refusal in ((16, "it is for 17 to 4095 rows"), (17, None), (4096, "it is for 17 to 4095 rows")):
         assert slices_refusal(jnp.zeros((rows, 256), jnp.bfloat16), weights[1]) == refusal
 
@@ -432,6 +438,32 @@ def test_schedules_fit_the_card(group_size: int) -> None:
         assert plan.token_tiles * schedule.tokens < rows + 8 * plan.token_tiles
 
 
+def test_x_as_it_is_where_it_was_measured() -> None:
+    """From 65 rows of linear codes of 4 bits on, in groups of 32 and more; tokens fill boxes of 8 in each block."""
+    for rows, n, group_size, natural in ((64, 6144, 128, False), (72, 6144, 128, True), (300, 576, 32, True)):
+        schedule = wide_tuning.wide_schedule(rows, described(n, 1024, group_size, "minimum"), natural=True)
+        assert schedule.natural == natural
+        assert schedule.tokens % (16 if natural and schedule.cluster == 4 else 8) == 0
+    small_groups = described(6144, 4096, 16, "symmetric")
+    assert not wide_tuning.wide_schedule(300, small_groups, natural=True).natural
+    weight = described(6144, 4096, 128, "zero_point")
+    assert not wide_tuning.wide_schedule(300, weight).natural
+    schedule = wide_tuning.wide_schedule(72, weight, natural=True)
+    assert (schedule.tokens, schedule.cluster) == (80, 4)
+    norm = jnp.ones(4096)
+    with pytest.raises(ValueError, match="a schedule for x as it is takes no norm"):
+        wide.int4_matmul(jnp.ones((72, 4096), BF16), weight, norm, schedule=schedule, out_dtype=jnp.dtype(BF16))
+
+
+def test_rows_between_those_that_were_measured_have_their_schedules() -> None:
+    o, qkv = described(4096, 4096, 128, "zero_point"), described(6144, 4096, 128, "zero_point")
+    found = [
+        (s.tokens, s.warpgroups, s.slices)
+        for s in (wide_tuning.wide_schedule(rows, w) for rows, w in ((200, o), (256, o), (250, qkv), (700, qkv)))
+    ]
+    assert found == [(104, 1, 1), (128, 1, 1), (256, 1, 1), (176, 3, 1)]
+
+
 def test_tokens_are_multiplied_in_groups_where_they_do_not_stay_in_the_cache() -> None:
     def groups(rows: int, hidden: int, features: int) -> list[tuple[int, int]]:
         weights = described(2 * features, hidden, 128, "zero_point"), described(hidden, features, 128, "zero_point")
@@ -464,17 +496,19 @@ def test_a_group_of_tokens_meets_all_weights_before_the_next_one(rows: int, grou
 
 
 @pytest.mark.parametrize(
-    ("rows", "shape", "group_size", "kind"),
+    ("rows", "shape", "group_size", "kind", "natural"),
     [
-        (17, (576, 1536), 32, "minimum"),
-        (64, (14336, 4096), 128, "zero_point"),
-        (100, (4096, 14336), 64, "symmetric"),
-        (2048, (72, 64), 16, "zero_point"),
+        (17, (576, 1536), 32, "minimum", False),
+        (64, (14336, 4096), 128, "zero_point", False),
+        (100, (4096, 14336), 64, "symmetric", False),
+        (2048, (72, 64), 16, "zero_point", False),
+        (100, (4096, 14336), 64, "symmetric", True),
     ],
 )
-def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int], group_size: int, kind: str) -> None:
+def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int], group_size: int, kind: str, natural: bool) -> None:
     weight = described(*shape, group_size, kind)
-    schedule = wide_tuning.wide_schedule(rows, weight)
+    schedule = wide_tuning.wide_schedule(rows, weight, natural=natural)
+    assert schedule.natural == natural
     x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
 
     def product(x: jax.Array, w: PackedInt4) -> jax.Array:
@@ -499,7 +533,7 @@ GPU_CASES = [
 def test_kernel_on_the_gpu(rows, out_features, in_features, group_size, kind) -> None:
     weight = make(out_features, in_features, group_size, kind)
     x, packed = tokens(rows, in_features), jax.tree.map(jnp.asarray, to_mosaic(weight))
-    schedule = wide_tuning.wide_schedule(rows, packed)
+    schedule = wide_tuning.wide_schedule(rows, packed, natural=True)
     product = jax.jit(lambda x, w: wide.int4_matmul(x, w, schedule=schedule, out_dtype=jnp.dtype(jnp.float32)))
     outs = [np.asarray(product(jnp.asarray(x), packed)) for _ in range(3)]
     assert error(outs[0], x, weight, BF16) < truncation(WidePlan.of(rows, packed, schedule))
@@ -538,6 +572,11 @@ def test_unpacking_on_the_gpu(out_features: int, in_features: int, group_size: i
         WideSchedule(104, tiles=2, cluster=2, stages=4, blocks=16, turns=True),
         WideSchedule(80, tiles=2, cluster=2, stages=5, blocks=16, turns=True),
         WideSchedule(128, warpgroups=3, stages=4, blocks=16, turns=True),
+        WideSchedule(64, stages=4, blocks=16, natural=True),
+        WideSchedule(64, slices=3, cluster=2, stages=5, blocks=16, natural=True),
+        WideSchedule(80, warpgroups=3, cluster=4, stages=3, blocks=16, natural=True),
+        WideSchedule(208, warpgroups=1, cluster=4, stages=3, blocks=16, natural=True),
+        WideSchedule(104, tiles=2, cluster=2, stages=4, blocks=16, turns=True, natural=True),
     ],
 )
 def test_schedules_on_the_gpu(schedule: WideSchedule) -> None:

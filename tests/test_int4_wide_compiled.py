@@ -20,8 +20,11 @@ if sys.argv[4] == "gated":
     schedules = wide_tuning.gated_schedules(rows, *weights)
     product = lambda x, norm, *pair: wide.gated_mlp(x, *pair, norm, schedules=schedules, norm_eps=1e-5)
 else:
-    options = {"schedule": wide_tuning.wide_schedule(rows, weights[0]), "out_dtype": jnp.dtype(jnp.bfloat16)}
-    product = lambda x, norm, weight: wide.int4_matmul(x, weight, norm, norm_eps=1e-5, **options)
+    natural = sys.argv[4] == "as it is"
+    schedule = wide_tuning.wide_schedule(rows, weights[0], natural=natural)
+    assert schedule.natural == natural
+    options = {"schedule": schedule, "out_dtype": jnp.dtype(jnp.bfloat16)}
+    product = lambda x, norm, weight: wide.int4_matmul(x, weight, None if natural else norm, norm_eps=1e-5, **options)
 compiled(product, array(jnp.bfloat16, rows, k), array(jnp.float32, k), *weights)
 """
 
@@ -33,6 +36,10 @@ compiled(product, array(jnp.bfloat16, rows, k), array(jnp.float32, k), *weights)
         (128, 6144, "alone"),  # a block of one multiplying warpgroup
         (256, 14336, "alone"),
         (2048, 14336, "alone"),
+        (80, 14336, "as it is"),
+        (256, 6144, "as it is"),
+        (640, 6144, "as it is"),
+        (2048, 4096, "as it is"),
         (64, 14336, "gated"),
         (80, 12288, "gated"),  # gates and others of different warps
         (240, 14336, "gated"),  # of one tile of all tokens
@@ -44,4 +51,5 @@ def test_products_are_not_serialised_and_nothing_is_spilled(
     rows: int, n: int, what: str, tmp_path: pathlib.Path
 ) -> None:
     run_program(PROGRAM, rows, 4096, n, what, dump=tmp_path)
-    assert check_reports(tmp_path, "int4_*", 3 if what == "gated" else 2)  # the norm, and the products
+    kernels = {"as it is": 1, "alone": 2, "gated": 3}  # the norm, and the products
+    assert check_reports(tmp_path, "int4_*", kernels[what])

@@ -54,7 +54,8 @@ def int4_slices(
     rows = math.prod(x.shape[:-1])
     if not isinstance(x, Ordered) and slices_refusal(x, w, backend=backend) is not None:
         return int4_matmul(x, w, backend=backend)[None]
-    schedule = wide_tuning.wide_schedule(rows, w, jax.devices()[0].device_kind)
+    natural = not isinstance(x, Ordered)
+    schedule = wide_tuning.wide_schedule(rows, w, jax.devices()[0].device_kind, natural=natural)
     if isinstance(x, Ordered):
         options = {"rows": rows, "schedule": schedule, "out_dtype": jnp.dtype(jnp.bfloat16)}
         partial = wide.product_of_image(x.image, w, **options)

@@ -3,7 +3,7 @@
 The product is computed as out^T = W x^T with `wgmma`: 64 output features of a warpgroup, dequantised in registers, are
 its large operand, 8 to 256 tokens in shared memory the small one. A word of the mosaic layout is exactly what a thread
 has to hold of the large operand for 16 inputs, in an order of the inputs of its own (see `packing.to_mosaic`), so x is
-brought into the same order before (`wide_arrange`).
+brought into the same order before (`wide_arrange`), or comes as it is and words are read in its order (`wide_natural`).
 
 One warpgroup fetches (`wide_fetch`), a stage of 128 inputs at a time, x for all blocks of the cluster at once. The
 others multiply: of the words of a stage each makes 8 or 16 products in two batches, and unpacks one batch while the
@@ -37,10 +37,11 @@ from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_arrange import arrange
 from pallas_kernels.int4_matmul.wide_fetch import after, fetch, next_empty
+from pallas_kernels.int4_matmul.wide_natural import words_in_order
 from pallas_kernels.int4_matmul.wide_norm import arrange_normalised
-from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, Part, WidePlan, WideSchedule
+from pallas_kernels.int4_matmul.wide_plan import BOX, PRODUCERS, Part, WidePlan, WideSchedule
 from pallas_kernels.int4_matmul.wide_results import gated, store, store_lines, store_ordered
-from pallas_kernels.int4_matmul.wide_warp import WideWarp
+from pallas_kernels.int4_matmul.wide_warp import WideWarp, boxes_of
 from pallas_kernels.int4_matmul.wide_weights import RowPair
 from pallas_kernels.token_order import STAGE, image_shape
 
@@ -57,6 +58,7 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
     `rank` is the block's place in its cluster; `a.x` is what `arrange` returns.
     """
     schedule = plan.schedule
+    registers = REGISTERS.get(schedule.warpgroups)
     leader = w.thread < 1
     for stage in range(schedule.stages):
         w.barrier_init(w.integer(plan.full_barriers + 8 * stage), PRODUCERS + 1, leader)
@@ -69,8 +71,8 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
         return Part(w, plan, cluster + i * plan.clusters, rank)
 
     def produce() -> None:
-        if schedule.warpgroups in REGISTERS:
-            w.set_registers(REGISTERS[schedule.warpgroups][0], more=False)
+        if registers is not None:
+            w.set_registers(registers[0], more=False)
         start = (w.integer(0), w.integer(1))  # the first time round, every slot is empty
         last = w.loop(parts, start, lambda i, carry: fetch(w, plan, a, part(i), rank, carry))
         if schedule.cluster > 1:
@@ -79,8 +81,8 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
             w.loop(w.integer(schedule.stages), last, lambda i, carry: next_empty(w, plan, *carry))
 
     def consume() -> None:
-        if schedule.warpgroups in REGISTERS:
-            w.set_registers(REGISTERS[schedule.warpgroups][1], more=True)
+        if registers is not None:
+            w.set_registers(registers[1], more=True)
         book = None if a.weights.book is None else Book(w, a.weights.book)
         start = (w.integer(0), w.integer(0))
         if plan.turns:
@@ -142,9 +144,15 @@ def multiply_part(
     def words(base: Any, tile: int, batch: int) -> list[list[Any]]:
         """A lane's of each step of 16 inputs: one, or two of codes of 8 bits."""
         address = base + strip * plan.words_bytes + w.lane * 16
+
+        def read(piece: int) -> Sequence[Any]:
+            if schedule.natural:
+                return words_in_order(w, plan, base + strip * plan.words_bytes, piece)
+            return w.shared_words(address, piece)
+
         place = plan.x_bytes + 4 * plan.words_bytes * tile + plan.tile_bytes * batch
         pieces = range(place, place + plan.tile_bytes, PIECE_BYTES)
-        some = [word for piece in pieces for word in w.shared_words(address, piece)]
+        some = [word for piece in pieces for word in read(piece)]
         return [some[i : i + len(pieces)] for i in range(0, len(some), len(pieces))]
 
     # A batch is unpacked while the one before is multiplied. Each has products of all tiles: where a loop goes round
@@ -158,7 +166,7 @@ def multiply_part(
         # In turns words are read late: ptxas would unpack the second batch's between this turn's products.
         early = [] if plan.turns else [[words(base, u, b) for u in tiles] for b in range(batches)]
         segments = [[segment(base, u, i) for i in range(plan.segments)] for u in tiles]
-        matrix = w.token_matrix(base, schedule.tokens)
+        matrix = w.swizzled_matrix(base) if schedule.natural else w.token_matrix(base, schedule.tokens)
         for b in range(batches):
             operands = []
             for u in tiles:
@@ -169,6 +177,8 @@ def multiply_part(
             operands = w.wgmma_fence(operands)
             for place, (u, i) in enumerate(products):
                 first = (b * steps + i) * 32 * schedule.tokens
+                if schedule.natural:
+                    first = b * plan.x_bytes // batches + i * 32
                 acc[u] = w.wgmma(acc[u], operands[4 * place : 4 * place + 4], matrix, first)
             w.wgmma_commit()
             if plan.turns:
@@ -273,13 +283,17 @@ def brought(
     x: jax.Array, plan: WidePlan, norm: jax.Array | None, norm_eps: float, before: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """y, see `product`, in the plan's order; and y."""
+    if plan.schedule.natural:
+        if norm is not None:
+            raise ValueError("a schedule for x as it is takes no norm; use one whose `natural` is false")
+        return x, x
     if norm is None:
         return arrange(x, plan), x
     return arrange_normalised(x, plan, norm, norm_eps, before)
 
 
 def launch(image: jax.Array, weight: Packed, plan: WidePlan, out_dtype: jnp.dtype) -> jax.Array:
-    """Runs the kernel on x in the plan's order: [slices, rows, results], or an image of `plan.result_order`."""
+    """Runs the kernel on x as the plan takes it: [slices, rows, results], or an image of `plan.result_order`."""
     schedule = plan.schedule
     dtype = jnp.dtype(jnp.float32) if schedule.slices > 1 else jnp.dtype(out_dtype)
     arrays = [*arrays_of(weight), image]
@@ -291,12 +305,11 @@ def launch(image: jax.Array, weight: Packed, plan: WidePlan, out_dtype: jnp.dtyp
     def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), scalar, scalar))
         def emit(ctx: Any, *values: Any) -> None:
-            del ctx
             *inputs, x_ref, out, shared, cluster, rank = values
             arguments = arguments_of(
                 weight,
                 weights=Weights.of(weight, inputs),
-                x=x_ref,
+                x=boxes_of(ctx, x_ref, (plan.box_tokens, BOX)) if schedule.natural else x_ref,
                 out=out,
                 out_dtype=str(dtype),
             )

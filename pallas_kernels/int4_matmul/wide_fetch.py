@@ -4,6 +4,7 @@ from typing import Any
 
 from pallas_kernels.int4_matmul.mosaic import Arguments
 from pallas_kernels.int4_matmul.packing import COLUMNS, STRIP
+from pallas_kernels.int4_matmul.wide_natural import fetch_tokens
 from pallas_kernels.int4_matmul.wide_plan import PRODUCERS, Part, WidePlan
 from pallas_kernels.token_order import STAGE
 
@@ -55,8 +56,11 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
         full = slot * 8 + plan.full_barriers
         following = next_empty(w, plan, slot, parity)
         w.expect_bytes(full, plan.x_bytes, leader)
-        source = (part.token_tile * plan.steps + step) * plan.x_bytes + mine
-        w.copy_to_cluster(base + mine, a.x, source, share, full, schedule.cluster, leader)
+        if schedule.natural:
+            fetch_tokens(w, plan, a.x, part, rank, step, base, full, leader)
+        else:
+            source = (part.token_tile * plan.steps + step) * plan.x_bytes + mine
+            w.copy_to_cluster(base + mine, a.x, source, share, full, schedule.cluster, leader)
         words(step, base)
         rows(a.weights.scales, plan.scale_bytes, plan.scales_start, step, base)
         if plan.offset_bytes:

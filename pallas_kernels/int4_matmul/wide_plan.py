@@ -17,6 +17,8 @@ MANY_TOKENS, MANY_OF_HALVES = 128, 240
 have it with one stage less: their lines are written in more steps."""
 DIRECT_ROWS = 64
 """Up to so many rows each thread writes its own results."""
+BOX, BOX_BYTES = 64, 128
+"""Inputs of a box that the copy engine fetches of x as it is, and the bytes of one token's."""
 PRODUCERS = 128
 """Threads that fetch: one warpgroup."""
 
@@ -37,6 +39,8 @@ class WideSchedule:
 
     `together`: so many tiles of tokens are multiplied by all weights before the next ones are (0: all of them), so that
     x stays in the L2 cache where it is larger than that.
+
+    `natural`: x comes as it is, and words are read in the order of its inputs (`wide_natural`).
     """
 
     tokens: int = 64
@@ -48,6 +52,7 @@ class WideSchedule:
     blocks: int = 132
     turns: bool = False
     together: int = 0
+    natural: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +165,15 @@ class WidePlan:
         return 4 * self.schedule.warpgroups
 
     @property
+    def boxes(self) -> int:
+        """Boxes of a stage of x as it is: halves of the inputs, and of the tokens where four blocks share them."""
+        return max(2, self.schedule.cluster)
+
+    @property
+    def box_tokens(self) -> int:
+        return self.schedule.tokens * 2 // self.boxes
+
+    @property
     def turns(self) -> bool:
         return self.schedule.turns and self.schedule.warpgroups > 1
 
@@ -205,7 +219,8 @@ class WidePlan:
 
     @property
     def stage_bytes(self) -> int:
-        return self.offsets_start + self.block_strips * self.segments * STRIP * self.offset_bytes
+        size = self.offsets_start + self.block_strips * self.segments * STRIP * self.offset_bytes
+        return -(-size // 1024) * 1024 if self.schedule.natural else size
 
     @property
     def full_barriers(self) -> int:

@@ -16,6 +16,16 @@ from pallas_kernels.paged_attention.warp import Value, Words
 # Bits 16-29 of a descriptor are the distance, in 16 bytes, between the two 8 x 8 matrices along the inputs, bits 32-45
 # that between those of neighbouring tokens; bits 62-63 are zero: not swizzled.
 NEXT_TOKENS = (8 * 16 // 16) << 32
+# Swizzled by 128 bytes: the next 8 tokens are 1024 bytes on, inputs within 128 bytes follow by themselves.
+SWIZZLED = 1 << 62 | (8 * 128 // 16) << 32 | 1 << 16
+
+
+def boxes_of(ctx: Any, array: ir.Value, box: tuple[int, int]) -> ir.Value:
+    """What the copy engine has to know of an array of a kernel to fetch boxes of its two dimensions, swizzled.
+
+    The public way, `ctx.async_copy`, wants views of shared memory and barriers of its own.
+    """
+    return ctx._get_tma_desc(array, (), None, box, 128, None)
 
 
 class WideWarp(Int4Warp):
@@ -129,6 +139,22 @@ class WideWarp(Int4Warp):
         ptx = f"@$3 {operation}.multicast::cluster [$0], [$1], {nbytes}, [$2], $4;"
         self._emit(ptx, "r,l,r,b,h", *operands, mask)
 
+    def copy_box(
+        self, address: Value, boxes: ir.Value, column: Value, row: Value, barrier: Value, blocks: int, predicate: Value
+    ) -> None:
+        """Starts a copy of a box from `row` and `column` on to the same place in the first blocks of the cluster.
+
+        See `boxes_of`. It reports its bytes to the barrier, in each of them; outside the array it gives zeros.
+        """
+        operation = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        operands = [self._shared(address), boxes, column.ir, row.ir, self._shared(barrier), predicate.ir]
+        if blocks == 1:
+            self._emit(f"@$5 {operation} [$0], [$1, {{$2, $3}}], [$4];", "r,l,r,r,r,b", *operands)
+            return
+        mask = mgpu_utils.c((1 << blocks) - 1, ir.IntegerType.get_signless(16))
+        ptx = f"@$5 {operation}.multicast::cluster [$0], [$1, {{$2, $3}}], [$4], $6;"
+        self._emit(ptx, "r,l,r,r,r,b,h", *operands, mask)
+
     def copy_once(
         self, address: Value, ref: ir.Value, offset: Value, nbytes: int, barrier: Value, predicate: Value
     ) -> None:
@@ -229,11 +255,18 @@ class WideWarp(Int4Warp):
     # Matrix products of a warpgroup
     def token_matrix(self, address: Value, tokens: int) -> Value:
         """The descriptor of x in shared memory: 8 x 8 matrices [8 tokens, 16 bytes], tokens first."""
+        return self._matrix(address, NEXT_TOKENS | tokens << 16)
+
+    def swizzled_matrix(self, address: Value) -> Value:
+        """The same of x as `copy_box` brings it: tokens of 128 bytes each, whose pieces of 16 are swizzled."""
+        return self._matrix(address, SWIZZLED)
+
+    def _matrix(self, address: Value, layout: int) -> Value:
         # In a cluster the upper bits of an address are the block's rank: the descriptor has other things there.
         start = arith.andi(self._shared(address), mgpu_utils.c(0x3FFFF, ir.IntegerType.get_signless(32)))
         start = arith.shrui(start, mgpu_utils.c(4, start.type))
         wide = arith.extui(ir.IntegerType.get_signless(64), start)
-        return Value(llvm.or_(wide, mgpu_utils.c(NEXT_TOKENS | tokens << 16, wide.type)))
+        return Value(llvm.or_(wide, mgpu_utils.c(layout, wide.type)))
 
     def wgmma(self, acc: Sequence[Value], a: Sequence[Value], matrix: Value, advance: int) -> Words:
         """Starts acc += a x^T for 16 inputs: wgmma.m64nNk16 with N = len(acc) * 2 tokens, a in registers.
