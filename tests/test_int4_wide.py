@@ -439,20 +439,23 @@ def test_schedules_fit_the_card(group_size: int) -> None:
 
 
 def test_x_as_it_is_where_it_was_measured() -> None:
-    """From 65 rows of linear codes of 4 bits on, in groups of 32 and more; tokens fill boxes of 8 in each block."""
-    for rows, n, group_size, natural in ((64, 6144, 128, False), (72, 6144, 128, True), (300, 576, 32, True)):
-        schedule = wide_tuning.wide_schedule(rows, described(n, 1024, group_size, "minimum"), natural=True)
+    """Linear codes of 4 bits of some shapes, in groups of 32 and more; tokens fill boxes of 8 in each block."""
+    measured = [(208, 6144, 4096), (2048, 4096, 4096), (768, 4096, 14336)]
+    others = [(192, 6144, 4096), (300, 576, 4096), (1024, 14336, 4096)]
+    for (rows, n, k), natural in [*((case, True) for case in measured), *((case, False) for case in others)]:
+        schedule = wide_tuning.wide_schedule(rows, described(n, k, 128, "minimum"), natural=True)
         assert schedule.natural == natural
         assert schedule.tokens % (16 if natural and schedule.cluster == 4 else 8) == 0
     small_groups = described(6144, 4096, 16, "symmetric")
     assert not wide_tuning.wide_schedule(300, small_groups, natural=True).natural
     weight = described(6144, 4096, 128, "zero_point")
     assert not wide_tuning.wide_schedule(300, weight).natural
-    schedule = wide_tuning.wide_schedule(72, weight, natural=True)
-    assert (schedule.tokens, schedule.cluster) == (80, 4)
+    assert not wide_tuning.wide_schedule(300, weight, "NVIDIA H100 PCIe", natural=True).natural
+    schedule = wide_tuning.wide_schedule(200, weight, natural=True)
+    assert (schedule.tokens, schedule.cluster) == (208, 4)
     norm = jnp.ones(4096)
     with pytest.raises(ValueError, match="a schedule for x as it is takes no norm"):
-        wide.int4_matmul(jnp.ones((72, 4096), BF16), weight, norm, schedule=schedule, out_dtype=jnp.dtype(BF16))
+        wide.int4_matmul(jnp.ones((200, 4096), BF16), weight, norm, schedule=schedule, out_dtype=jnp.dtype(BF16))
 
 
 def test_rows_between_those_that_were_measured_have_their_schedules() -> None:
@@ -502,7 +505,7 @@ def test_a_group_of_tokens_meets_all_weights_before_the_next_one(rows: int, grou
         (64, (14336, 4096), 128, "zero_point", False),
         (100, (4096, 14336), 64, "symmetric", False),
         (2048, (72, 64), 16, "zero_point", False),
-        (100, (4096, 14336), 64, "symmetric", True),
+        (300, (4096, 14336), 64, "symmetric", True),
     ],
 )
 def test_kernel_lowers_for_cuda(rows: int, shape: tuple[int, int], group_size: int, kind: str, natural: bool) -> None:

@@ -22,9 +22,15 @@ bfloat16 weights)."""
 TOGETHER_ROWS, TOGETHER_TOKENS = 8192, 2048
 """From how many rows on, if x is larger than the L2 cache, and how many tokens are multiplied by all weights before the
 next ones are. Gated blocks of 8192 and 16384 rows of an 8B model took a fifteenth and a tenth less so."""
-NATURAL_ROWS = 65
-"""From how many rows on x is read as it is, and not brought into order by a kernel of its own, for linear codes of 4
-bits and one tile a warpgroup, as measured: 1.6 to 10 us less."""
+NATURAL = {
+    (4096, 4096): ((193, 1024), (1537, 2048)),
+    (4096, 6144): ((193, 1024), (1537, 2048)),
+    (4096, 14336): ((193, 512),),
+    (14336, 4096): ((193, 768),),
+}
+"""By in_features and out_features, from how many to how many rows x is read as it is, and not brought into order by a
+kernel of its own, if codes are linear ones of 4 bits and a warpgroup has one tile. Measured 0.3 to 10 us faster at
+several numbers of rows in each range; but slower at 1024 rows of the last two, by 20 and 90 us."""
 L2_BYTES = 50 << 20
 CLUSTERS = (1, 2, 4)
 RESIDENT = {1: 132, 2: 132, 4: 112}
@@ -96,7 +102,9 @@ def wide_schedule(
     plan = WidePlan.of(rows, weight, WideSchedule())
     schedule = _chosen(plan, device_kind)
     linear = weight.bits == 4 and weight.kind != "code_book"
-    if not natural or rows < NATURAL_ROWS or not linear or schedule.tiles > 1:
+    ranges = NATURAL.get((plan.in_features, plan.out_features), ())
+    measured = MULTIPROCESSORS.get(device_kind, 132) == 132 and any(first <= rows <= last for first, last in ranges)
+    if not natural or not measured or not linear or schedule.tiles > 1:
         return schedule
     taken = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, natural=True))
     in_boxes = 4 * taken.boxes
