@@ -60,8 +60,10 @@ class Profile:
     def metrics(self) -> dict[str, tuple[float, str]]:
         """Medians over launches and blocks, but of first and last ones.
 
-        `lateness_repeats`: the correlation of how late multiprocessors end on average in one half of the launches with
-        the other half; 0 where it is another's turn each time.
+        `first_written`: the end of the first turn, where its results, if it has any, are written or sent. What no block
+        has, as sums where those of several turns are added at once, is left out. `lateness_repeats`: the correlation of
+        how late multiprocessors end on average in one half of the launches with the other half; 0 where it is
+        another's turn each time.
         """
         weights, ends = self.turns["weights there"], self.ends
         between = np.diff(weights, axis=-1)
@@ -83,7 +85,7 @@ class Profile:
             "end_most_strips": np.median(ends[:, most]),
             "last_end": np.median(ends.max(1)),
         }
-        return {name: (float(value), "us") for name, value in times.items()} | {
+        return {name: (float(value), "us") for name, value in times.items() if np.isfinite(value)} | {
             "lateness_repeats": (float(np.corrcoef(by_place[0], by_place[1])[0, 1]), "")
         }
 

@@ -121,7 +121,7 @@ PARTS = ("check", "decode", "short", "many", "attention", "prefill", "loops")
 
 @dataclasses.dataclass
 class Kernels:
-    """Kernels that are compiled in threads, each once, whatever the lengths of the rows."""
+    """Kernels that are compiled in threads, each once, whatever the order of the rows."""
 
     pool: concurrent.futures.Executor
     junk: jax.Array

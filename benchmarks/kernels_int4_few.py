@@ -1,7 +1,7 @@
 """Schedules of the INT4 product for few rows side by side, and where the time of one launch goes.
 
     python -m benchmarks.kernels_int4_few            # every case: all are compiled at once, then timed by CUPTI
-    python -m benchmarks.kernels_int4_few --stamps   # four cases that miss their targets: clocks that the kernel writes
+    python -m benchmarks.kernels_int4_few --stamps   # four cases: clocks that the kernel writes
 
 Weights are rotated past the L2 cache. TB/s counts the codes only.
 """
@@ -97,7 +97,7 @@ CASES = [
 ]
 """What is in use, by its measured or expected time, and what it is to be compared with."""
 STAMPED = [Case(8, *UP, 9.4), Case(8, *OUT, 4.1), Case(16, *UP, 11.3), Case(16, *DOWN, 11.3)]
-"""Those that miss their targets, as they are in use, by the time that these would take."""
+"""As they are in use, by the time that their targets would take: missed but for the first."""
 STAMPED_CALLS = 3
 
 

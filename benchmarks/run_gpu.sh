@@ -52,7 +52,6 @@ step 120 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b -
 step 120 benchmarks.throughput --model llama-3-8b --int4 --order longest --parts 32 --calls 16 --repeats 1
 step 60 benchmarks.kernels_int4_mlp --rows 144 192
 step 200 benchmarks.speculation lossy --repeats 1
-step 60 benchmarks.kernels_int4_wide --tried --seconds 90
 step 60 benchmarks.kernels_bytes
 step 120 benchmarks.speculation machinery --target llama-3-8b --self --acceptance 0.995 --k 4 --batch 1
 step 100 benchmarks.store --shape llama-3-8b --repeats 2 --cached --folder /dev/shm

@@ -340,8 +340,9 @@ def simulate_arrange(x: np.ndarray, plan: WidePlan) -> np.ndarray:
 
 def simulate_normalise(
     x: np.ndarray, plan: WidePlan, norm: np.ndarray, eps: float, partial: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernel that normalises x (bfloat16) returns, and x with slices [slices, rows, inputs] added."""
+) -> tuple[np.ndarray, np.ndarray, Any]:
+    """What the kernel that normalises x (bfloat16) returns, x with slices [slices, rows, inputs] added, and what is
+    left of the slices, if there are any."""
     slices, total = (0, x) if partial is None else (len(partial), np.full(x.shape, np.nan, BF16))
     own = wide_norm.NormPlan(plan)
     sums = None if partial is None else partial.copy().reshape(-1).view(np.uint8 if slices == 1 else np.float32)
@@ -349,7 +350,8 @@ def simulate_normalise(
     def program(w: SimulatedWideWarp, given: Any, out: np.ndarray, block: np.ndarray) -> None:
         wide_norm.normalise(w, own, given, norm, sums, slices, eps, (out, total.reshape(-1)), block)
 
-    return _image(x, plan, own.blocks, own.warps, program, own.shared_bytes), total
+    image = _image(x, plan, own.blocks, own.warps, program, own.shared_bytes)
+    return image, total, None if partial is None or sums is None else sums.view(partial.dtype).reshape(partial.shape)
 
 
 def _image(

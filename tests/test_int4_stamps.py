@@ -1,5 +1,7 @@
 """What `benchmarks.kernels_int4_few --stamps` makes of the clocks that a kernel wrote."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -76,6 +78,9 @@ def test_a_profile_of_known_stamps(rows: int, k: int, n: int, schedule: Schedule
     assert metrics["lateness_repeats"] == pytest.approx(1.0)
     assert np.isfinite(list(metrics.values())).all()
     assert len(profile.table()) == 1 + 1 + len(profile.before) + 1 + 1 + most
+    missing = {name: np.full_like(times, np.nan) for name, times in profile.turns.items() if "sums" in name}
+    without = dataclasses.replace(profile, turns=profile.turns | missing).metrics()
+    assert set(metrics) - set(without) == {"first_sums"}
 
 
 def test_stamps_need_room_beside_results() -> None:

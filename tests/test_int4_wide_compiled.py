@@ -39,6 +39,8 @@ compiled(product, array(jnp.bfloat16, rows, k), array(jnp.float32, k), *weights)
         (224, 14336, "as it is"),
         (256, 6144, "as it is"),
         (640, 6144, "as it is"),
+        (704, 6144, "as it is"),  # more tokens are spilled: wide_tuning.SPANS
+        (704, 6144, "alone"),
         (2048, 4096, "as it is"),
         (64, 14336, "gated"),
         (80, 12288, "gated"),  # gates and others of different warps

@@ -160,17 +160,6 @@ def test_codes_of_8_bits_on_simulated_warps(rows, in_features, group_size, kind,
     assert relative_error(many, in_float64(x, values_of(weight))) < 3.5e-3
 
 
-@pytest.mark.parametrize("weight", [of_8_bits(40, 320, 32, "zero_point"), with_book(40, 320, 64, "nf4")])
-def test_x_as_it_is_on_simulated_warps(weight: PackedInt4 | PackedInt8) -> None:
-    """In the order of its inputs the same products are added up in other steps of 16."""
-    x, schedule = tokens(20, 320), WideSchedule(24, warpgroups=1, stages=3)
-    ordered, natural = (
-        simulate_many(x, in_layout(weight), dataclasses.replace(schedule, natural=natural))[0]
-        for natural in (False, True)
-    )
-    assert relative_error(natural, ordered) < 1e-6
-
-
 @pytest.mark.parametrize("weight", [of_8_bits(96, 256, 32, "zero_point"), with_book(96, 256, 32, "iq4_nl")])
 def test_with_its_surroundings_on_simulated_warps(weight: Packed) -> None:
     """A norm before, a gate behind: what is between them is that of test_int4_fused.py."""

@@ -33,7 +33,8 @@ def sum_slices(partial: Float[Array, "slices *rows features"], dtype: DTypeLike)
 class Ordered:
     """x of `shape` [*rows, in_features], bfloat16, as whoever computed it wrote it in the order of a product.
 
-    `image` is int32, see `product_order` and `token_order.ordered`.
+    `image` is int32, see `product_order` and `token_order.ordered`. Where `wide_tuning.NATURAL` has x as it is, the
+    products of rows and of an image differ in the last bits: other inputs are in a step of 16.
     """
 
     image: jax.Array

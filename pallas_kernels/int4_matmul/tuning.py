@@ -55,8 +55,9 @@ HALVES = {(8, 2): HALF_FEW, (8, 3): HALF_FEW, (8, 7): HALF, (16, 7): HALF_MANY}
 """Before all others, for 4096 inputs in groups of 128 and nothing around the product, by rows and most strips a block:
 two blocks a multiprocessor with half of the inputs each, in clusters of two.
 
-Eight rows took 3 % less than with four warps more (apart.py) for 14336 outputs, 2 % less for 6144 and 4096; sixteen 3 %
-less for 14336, and more for the others. With 9 to 15 rows registers leave no room for two; 3 to 7 are not measured.
+Eight rows took 7 % less than with four warps more (apart.py) for 14336 outputs, 3 % less for 6144, 4 % less for 4096;
+sixteen 3 % less for 14336, and more for the others. With 9 to 15 rows registers leave no room for two; 3 to 7 are not
+measured, nor a residual, which o has in a model: there only a projection that is alone, as one with a bias, is so.
 """
 BULK_STRIPS = {2: 2, 16: 3}
 """By the most rows: from so many strips a block on, weights come by bulk copies, the first strip before x.
@@ -145,8 +146,8 @@ def _best(plan: Plan, measured: bool, multiprocessors: int) -> Plan:
 
 def _halves(plan: Plan, multiprocessors: int) -> Plan | None:
     """The plan with a cluster for the two halves of the inputs, where it has been measured."""
-    halves = plan.in_features == 2 * HALF.warps * HALF.parts * PART
-    if multiprocessors != 132 or not halves or plan.fusion != PLAIN or plan.group_size != PART:
+    two_halves = plan.in_features == 2 * HALF.warps * HALF.parts * PART
+    if multiprocessors != 132 or not two_halves or plan.fusion != PLAIN or plan.group_size != PART:
         return None
     strips = dataclasses.replace(plan, schedule=HALF).most_strips
     schedule = HALVES.get((plan.rows, strips))

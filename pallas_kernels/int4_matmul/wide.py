@@ -55,7 +55,7 @@ TURNS = 8
 def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> None:
     """One warp's work, emitted through `w`, a WideWarp (or its NumPy twin in the tests).
 
-    `rank` is the block's place in its cluster; `a.x` is what `arrange` returns.
+    `rank` is the block's place in its cluster; `a.x` is what `arrange` returns, or x as it is by `boxes_of`.
     """
     schedule = plan.schedule
     registers = REGISTERS.get(schedule.warpgroups)
@@ -147,7 +147,7 @@ def multiply_part(
 
         def read(piece: int) -> Sequence[Any]:
             if schedule.natural:
-                return words_in_order(w, plan, base + strip * plan.words_bytes, piece)
+                return words_in_order(w, base + strip * plan.words_bytes, piece)
             return w.shared_words(address, piece)
 
         place = plan.x_bytes + 4 * plan.words_bytes * tile + plan.tile_bytes * batch

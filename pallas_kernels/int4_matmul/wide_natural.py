@@ -24,20 +24,19 @@ def fetch_tokens(
         w.copy_box(place, x, step * STAGE + half * BOX, token, full, cluster, leader)
 
 
-def words_in_order(w: Any, plan: WidePlan, piece: Any, start: int) -> list[Any]:
+def words_in_order(w: Any, piece: Any, start: int) -> list[Any]:
     """A lane's four words of the 512 bytes at `piece + start`, each put together from halves of two.
 
     Of every eight inputs the lane's are 2 quad and 2 quad + 1: in the words of one of four lanes, in one or the other
     byte of two. Which of the four a lane reads first depends on its row, so that no two rows meet in a bank.
     """
-    within, following = (4, 8) if plan.bits == 4 else (8, 4)  # from one word of eight inputs, or of a lane, to the next
-    address = piece + w.lane // 4 * 64 + w.lane % 4 // 2 * within
+    address = piece + w.lane // 4 * 64 + w.lane % 4 // 2 * 4
     swapped, exchanged = w.lane // 8 % 2, w.lane // 16
     addresses = [address + (swapped + i) % 2 * 16 + (exchanged + i // 2) % 2 * 32 for i in range(4)]
     selector = w.lane % 2 * 0x1111 + w.select(swapped < 1, w.integer(0x6240), w.integer(0x2604))
     words = []
-    for place in (0, following):
+    for place in (0, 8):
         read = [w.shared_word(address, start + place) for address in addresses]
         pairs = [w.pick_bytes(*read[i : i + 2], selector) for i in (0, 2)]
         words += [w.select(exchanged < 1, *pairs), w.select(exchanged < 1, *pairs[::-1])]
-    return words if plan.bits == 4 else [words[i] for i in (0, 2, 1, 3)]
+    return words

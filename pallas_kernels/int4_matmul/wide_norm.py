@@ -17,6 +17,7 @@ from pallas_kernels.int4_matmul.blocks import run_blocks
 from pallas_kernels.int4_matmul.packing import steps_per_run
 from pallas_kernels.int4_matmul.wide_arrange import shape_of
 from pallas_kernels.int4_matmul.wide_plan import WidePlan
+from pallas_kernels.int4_matmul.wide_tuning import L2_BYTES
 from pallas_kernels.token_order import STAGE
 
 FEW_TOKENS = 132
@@ -25,8 +26,8 @@ SHARE = 256
 """Inputs of a warp's turn: 16 bytes a thread."""
 LINE = 128
 """Bytes that the L2 cache gives up at once."""
-MOST_GIVEN_UP = 25 << 20
-"""Bytes of slices, half of an H200's L2 cache: of more, most are in memory already."""
+MOST_GIVEN_UP = L2_BYTES // 2
+"""Bytes of slices: of more, most are in memory already."""
 MOST_WARPS, EARLY_TURNS = 32, 2
 MOST_INPUTS = 2**14
 """What threads hold of so many inputs, in several turns, fits into their registers."""
@@ -34,11 +35,21 @@ QUAD, GAP = 64 + 16, 64
 """Bytes in shared memory from 32 inputs to the next ones, and more from a token to the next: in other banks."""
 
 
+def slice_size(slices: int) -> int:
+    """Bytes of a number of so many slices: float32, or bfloat16 of one."""
+    return 4 if slices > 1 else 2
+
+
 @dataclasses.dataclass(frozen=True)
 class NormPlan:
     """How the tokens of a product are spread over blocks and warps."""
 
     product: WidePlan
+
+    def gives_up(self, slices: int) -> bool:
+        """Whether slices are given up: lines of the cache must be of one token each, and not in memory already."""
+        size, inputs = slice_size(slices), self.product.in_features
+        return slices > 0 and inputs * size % LINE == 0 and slices * self.product.rows * inputs * size <= MOST_GIVEN_UP
 
     @property
     def tokens(self) -> int:
@@ -133,7 +144,7 @@ def normalise(
         w.shared_store_words(place, _pairs(w, scaled))
     w.block_barrier()
     _write(w, plan, outs[0], block)
-    if slices:
+    if plan.gives_up(slices):
         _give_up(w, plan, partial, slices, turns)
 
 
@@ -142,11 +153,8 @@ def _give_up(w: Any, plan: NormPlan, partial: Any, slices: int, turns: Sequence[
 
     Whole lines of one token each, and nobody else's: XLA aligns arrays to lines. It knows that the slices are lost.
     """
-    size = 4 if slices > 1 else 2
-    rows, inputs = plan.product.rows, plan.product.in_features
+    rows, inputs, size = plan.product.rows, plan.product.in_features, slice_size(slices)
     numbers = LINE // size
-    if inputs % numbers or slices * rows * inputs * size > MOST_GIVEN_UP:
-        return  # lines would be of several tokens, or gone
     for turn in turns:
         column = turn.first + w.lane * numbers
         there = turn.has_token & (w.lane < SHARE // numbers) & (column < inputs)
@@ -212,6 +220,9 @@ def arrange_normalised(
     if partial is not None:
         partial = partial.astype(jnp.float32 if slices > 1 else jnp.bfloat16)  # as the kernel reads it
     own = NormPlan(plan)
+    given = [] if partial is None else [partial]
+    if partial is not None and own.gives_up(slices):
+        given = [jax.new_ref(partial)]  # XLA is to know that they change
 
     def program(w: Any, references: Sequence[Any], block: Any) -> None:
         x_ref, norm_ref, *rest = references
@@ -220,8 +231,7 @@ def arrange_normalised(
 
     image, *total = run_blocks(
         program,
-        # As a reference, so that XLA knows that the slices change.
-        [x, norm] if partial is None else [x, norm, jax.new_ref(partial)],
+        [x, norm, *given],
         [jax.ShapeDtypeStruct(shape_of(plan), jnp.int32), *([jax.ShapeDtypeStruct(x.shape, x.dtype)] * bool(slices))],
         blocks=own.blocks,
         warps=own.warps,

@@ -194,7 +194,8 @@ class WidePlan:
         return self.rows > DIRECT_ROWS and self.schedule.slices == 1 and self.results % 8 == 0
 
     # Shared memory, in bytes: the stages, two barriers for each, and the warpgroups' lines. A stage is x [16 pieces of
-    # 8 inputs, token, 16 bytes], the words [strip, tile, bytes], and the scales and offsets [strip, segment, 16].
+    # 8 inputs, token, 16 bytes], or as it is [half of the inputs, token, 128 bytes swizzled], the words [strip, tile,
+    # bytes], and the scales and offsets [strip, segment, 16].
     @property
     def x_bytes(self) -> int:
         return self.schedule.tokens * STAGE * 2
@@ -220,7 +221,7 @@ class WidePlan:
     @property
     def stage_bytes(self) -> int:
         size = self.offsets_start + self.block_strips * self.segments * STRIP * self.offset_bytes
-        return -(-size // 1024) * 1024 if self.schedule.natural else size
+        return -(-size // 1024) * 1024 if self.schedule.natural else size  # as often as the swizzle repeats
 
     @property
     def full_barriers(self) -> int:

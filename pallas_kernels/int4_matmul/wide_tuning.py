@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
 from pallas_kernels.int4_matmul.packing import steps_per_run
 from pallas_kernels.int4_matmul.packing_int8 import Packed
@@ -23,14 +24,15 @@ TOGETHER_ROWS, TOGETHER_TOKENS = 8192, 2048
 """From how many rows on, if x is larger than the L2 cache, and how many tokens are multiplied by all weights before the
 next ones are. Gated blocks of 8192 and 16384 rows of an 8B model took a fifteenth and a tenth less so."""
 NATURAL = {
-    (4096, 4096): ((193, 1024), (1537, 2048)),
-    (4096, 6144): ((193, 1024), (1537, 2048)),
+    (4096, 4096): ((193, 1024), (2048, 2048)),
+    (4096, 6144): ((193, 1024), (2048, 2048)),
     (4096, 14336): ((193, 512),),
-    (14336, 4096): ((193, 768),),
+    (14336, 4096): ((193, 512),),
 }
 """By in_features and out_features, from how many to how many rows x is read as it is, and not brought into order by a
-kernel of its own, if codes are linear ones of 4 bits and a warpgroup has one tile. Measured 0.3 to 10 us faster at
-several numbers of rows in each range; but slower at 1024 rows of the last two, by 20 and 90 us."""
+kernel of its own, if codes are linear ones of 4 bits and a warpgroup has one tile. That is for products called alone,
+and for o where attention writes no order. Measured 1 to 10 us faster at two to eight numbers of rows in each range, and
+17 and 90 us slower at 1024 rows of the last two."""
 L2_BYTES = 50 << 20
 CLUSTERS = (1, 2, 4)
 RESIDENT = {1: 132, 2: 132, 4: 112}
@@ -76,7 +78,9 @@ SPANS = {
     ],
 }
 """By in_features and out_features, measured at 224 and 256, at 208, 240 and 256, and at 640 and 768 rows; other rows of
-a span, and up to 288, are nearer to those than to what was measured otherwise."""
+a span, and up to 288, are nearer to those than to what was measured otherwise. Only for linear codes of 4 bits, for
+which they were measured. Tiles of 184 and 192 tokens in three warpgroups spill up to 11 registers, and are the fastest
+all the same."""
 
 # A model of the card, fitted to the times of these and others, in clocks of 1.75 GHz.
 CLOCK = 1.75e9
@@ -100,8 +104,8 @@ def wide_schedule(
     `natural`: for x as it is, which the schedule may take so; else for x in order.
     """
     plan = WidePlan.of(rows, weight, WideSchedule())
-    schedule = _chosen(plan, device_kind)
     linear = weight.bits == 4 and weight.kind != "code_book"
+    schedule = _chosen(plan, device_kind, SPANS.get((plan.in_features, plan.out_features), ()) if linear else ())
     ranges = NATURAL.get((plan.in_features, plan.out_features), ())
     measured = MULTIPROCESSORS.get(device_kind, 132) == 132 and any(first <= rows <= last for first, last in ranges)
     if not natural or not measured or not linear or schedule.tiles > 1:
@@ -123,15 +127,15 @@ def gated_schedules(
     return _chosen(dataclasses.replace(plan, gated=True, result_order=order), device_kind), second
 
 
-def _chosen(plan: WidePlan, device_kind: str) -> WideSchedule:
+def _chosen(plan: WidePlan, device_kind: str, spans: Sequence[Span] = ()) -> WideSchedule:
     multiprocessors = MULTIPROCESSORS.get(device_kind, 132)
     measured = MEASURED.get((plan.rows, plan.in_features, plan.out_features))
     if measured is not None and multiprocessors == 132:
         best = fitted(plan, measured)
         if best is not None:
             return best.schedule
-    for span in SPANS.get((plan.in_features, plan.out_features), []):
-        if span.first <= plan.rows <= span.last and multiprocessors == 132 and not plan.gated:
+    for span in spans:
+        if span.first <= plan.rows <= span.last and multiprocessors == 132:
             tokens = -(-plan.rows // (8 * span.token_tiles)) * 8
             best = fitted(plan, dataclasses.replace(span.schedule, tokens=tokens))
             if best is not None:
@@ -194,7 +198,7 @@ def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
         return None
     if fitted.halves and schedule.tokens > MANY_TOKENS and (fitted.token_tiles > 1 or schedule.warpgroups < 2):
         return None
-    if schedule.natural and (fitted.box_tokens % 8 or steps_per_run(plan.group_size) == 1):
+    if schedule.natural and (plan.bits != 4 or fitted.box_tokens % 8 or steps_per_run(plan.group_size) == 1):
         return None
     rest = schedule.warpgroups * fitted.lines_bytes
     stages = min(10, (BLOCK_SHARED_BYTES - rest) // (fitted.stage_bytes + 16))

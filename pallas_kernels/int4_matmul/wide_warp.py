@@ -132,12 +132,7 @@ class WideWarp(Int4Warp):
         """
         operation = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
         operands = [self._shared(address), self._pointer(ref, offset, 1), self._shared(barrier), predicate.ir]
-        if blocks == 1:
-            self._emit(f"@$3 {operation} [$0], [$1], {nbytes}, [$2];", "r,l,r,b", *operands)
-            return
-        mask = mgpu_utils.c((1 << blocks) - 1, ir.IntegerType.get_signless(16))
-        ptx = f"@$3 {operation}.multicast::cluster [$0], [$1], {nbytes}, [$2], $4;"
-        self._emit(ptx, "r,l,r,b,h", *operands, mask)
+        self._copy(operation, f"[$0], [$1], {nbytes}, [$2]", "r,l,r,b", operands, blocks)
 
     def copy_box(
         self, address: Value, boxes: ir.Value, column: Value, row: Value, barrier: Value, blocks: int, predicate: Value
@@ -148,12 +143,16 @@ class WideWarp(Int4Warp):
         """
         operation = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         operands = [self._shared(address), boxes, column.ir, row.ir, self._shared(barrier), predicate.ir]
-        if blocks == 1:
-            self._emit(f"@$5 {operation} [$0], [$1, {{$2, $3}}], [$4];", "r,l,r,r,r,b", *operands)
-            return
-        mask = mgpu_utils.c((1 << blocks) - 1, ir.IntegerType.get_signless(16))
-        ptx = f"@$5 {operation}.multicast::cluster [$0], [$1, {{$2, $3}}], [$4], $6;"
-        self._emit(ptx, "r,l,r,r,r,b,h", *operands, mask)
+        self._copy(operation, "[$0], [$1, {$2, $3}], [$4]", "r,l,r,r,r,b", operands, blocks)
+
+    def _copy(self, operation: str, places: str, constraints: str, operands: Sequence[ir.Value], blocks: int) -> None:
+        """A copy to the first `blocks` blocks of the cluster, under the last operand."""
+        under = len(operands) - 1
+        if blocks > 1:
+            mask = mgpu_utils.c((1 << blocks) - 1, ir.IntegerType.get_signless(16))
+            operation, places = f"{operation}.multicast::cluster", f"{places}, ${under + 1}"
+            constraints, operands = f"{constraints},h", [*operands, mask]
+        self._emit(f"@${under} {operation} {places};", constraints, *operands)
 
     def copy_once(
         self, address: Value, ref: ir.Value, offset: Value, nbytes: int, barrier: Value, predicate: Value
