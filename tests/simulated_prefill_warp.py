@@ -80,10 +80,6 @@ class SimulatedPrefillWarp(SimulatedWideWarp):
         offset = chunk * 16 + skip
         self.copy_or_clear(address, ref, offset, np.broadcast_to(inside, 32), predicate, to)
 
-    def copy_commit(self) -> None:
-        self.groups.append(self.copies)
-        self.copies = []
-
     def store_pair(
         self, ref: np.ndarray, offset: np.ndarray, skip: int, word: np.ndarray, predicate: np.ndarray
     ) -> None:
