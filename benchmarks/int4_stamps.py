@@ -4,6 +4,7 @@ Results take the first half of the array that is otherwise all theirs, in bfloat
 checked too, and written as ever (slices of the inputs in half of their bytes).
 """
 
+import abc
 import dataclasses
 import functools
 import itertools
@@ -78,7 +79,7 @@ class Places:
         return self.plan.slices * self.plan.blocks_per_slice
 
 
-class StampedWarp(ClusterWarp):
+class StampedWarp(ClusterWarp, abc.ABC):
     """Reads clocks where a warp waits.
 
     Stamp i is in lane i % 32 of register i // 32 until the warp has done its work: a fence would wait for memory.
@@ -97,8 +98,8 @@ class StampedWarp(ClusterWarp):
 
     @classmethod
     def of(cls, w: ClusterWarp, plan: Plan) -> Any:
-        stamped = cls.__new__(cls)
-        stamped.__dict__.update(w.__dict__)
+        stamped: StampedWarp = cls.__new__(cls)
+        vars(stamped).update(vars(w))
         stamped._plan, stamped._waits, stamped._barriers = plan, 0, 0
         stamped._begin(Places(plan))
         stamped._names, stamped._first = stamped._events.before, w.integer(HEAD)
@@ -108,9 +109,9 @@ class StampedWarp(ClusterWarp):
         stamped._stamp("warps start")
         return stamped
 
+    @abc.abstractmethod
     def _begin(self, places: Places) -> None:
         """Sets what is stamped, whether this warp is, and where its words are among the block's."""
-        raise NotImplementedError
 
     def hand_over(self, out: Any, block: Value) -> None:
         """Writes this warp's stamps."""

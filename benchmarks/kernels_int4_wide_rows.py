@@ -1,6 +1,6 @@
 """The INT4 matrix product beside cuBLAS with bfloat16 weights at many numbers of rows: is it a tenth slower anywhere?
 
-    python -m benchmarks.kernels_int4_wide_rows                       # the four matrices of an 8B model: 110 s
+    python -m benchmarks.kernels_int4_wide_rows                       # the four matrices of an 8B model
     python -m benchmarks.kernels_int4_wide_rows --matrices o qkv --rows 96 256
 
 Microseconds of all kernels of `int4_matmul` as it is called, by CUPTI: with its pass over x and the addition of its
