@@ -250,7 +250,7 @@ def _mosaic(x: jax.Array, w: Packed, *, out_dtype: jnp.dtype) -> jax.Array:
     if small is not None or rows < wide_tuning.WIDE_ROWS:
         schedule = (small or tuning.plan_for(rows, w, device_kind)).schedule
         return mosaic.int4_matmul(x, w, schedule=schedule, out_dtype=out_dtype)
-    if rows < wide_tuning.DEQUANTIZED_ROWS:
+    if rows < wide_tuning.DEQUANTIZED_ROWS or wide_tuning.natural_taken(rows, w, device_kind):
         schedule = wide_tuning.wide_schedule(rows, w, device_kind, natural=True)
         return wide.int4_matmul(x, w, schedule=schedule, out_dtype=out_dtype)
     return wide_dequantize.int4_matmul(x, w, out_dtype=out_dtype)

@@ -24,15 +24,20 @@ TOGETHER_ROWS, TOGETHER_TOKENS = 8192, 2048
 """From how many rows on, if x is larger than the L2 cache, and how many tokens are multiplied by all weights before the
 next ones are. Gated blocks of 8192 and 16384 rows of an 8B model took a fifteenth and a tenth less so."""
 NATURAL = {
-    (4096, 4096): ((193, 1024), (2048, 2048)),
-    (4096, 6144): ((193, 1024), (2048, 2048)),
-    (4096, 14336): ((193, 512),),
-    (14336, 4096): ((193, 512),),
+    (4096, 4096): (193, 8192),
+    (4096, 6144): (129, 8192),
+    (4096, 14336): (193, 8192),
+    (14336, 4096): (193, 8192),
 }
 """By in_features and out_features, from how many to how many rows x is read as it is, and not brought into order by a
 kernel of its own, if codes are linear ones of 4 bits and a warpgroup has one tile. That is for products called alone,
-and for o where attention writes no order. Measured 1 to 10 us faster at two to eight numbers of rows in each range, and
-17 and 90 us slower at 1024 rows of the last two."""
+and for o where attention writes no order."""
+ROUNDS = {(4096, 4096): 193, (4096, 6144): 129, (4096, 14336): 513, (14336, 4096): 513}
+"""From how many rows on x as it is gets the schedule with the shortest rounds (`_of_rounds`): measured at 20 to 30 numbers
+of rows from there to 8192. Below, the choice is that for x in order."""
+TOGETHER_BYTES, TOGETHER_TILES = 16 << 20, 4
+"""From what size of x as it is on, and how many tiles of tokens are multiplied by all weights before the next ones are.
+Without, 14336 inputs took half as long again at 1024 rows."""
 L2_BYTES = 50 << 20
 CLUSTERS = (1, 2, 4)
 RESIDENT = {1: 132, 2: 132, 4: 112}
@@ -92,6 +97,12 @@ CLUSTERED = 57.0
 """Clocks by which a stage takes longer where blocks of a cluster wait for each other."""
 START, PART = 4800.0, 700.0
 """Clocks of a launch with its first copies, and from one part to the next."""
+UNPACKED, STAGE_START = 130.0, 80.0
+"""For x as it is: clocks in which a warpgroup unpacks a stage's words of 64 outputs, beside 4 for the products of each
+token, as if no two of them overlapped; and what a stage takes besides in a block alone,
+shared by a cluster's blocks."""
+ONE_WARPGROUP_ROWS = 448
+"""Up to how many rows 64 outputs a block are in question: x is read twice as often."""
 REDUCTION, REDUCED = 1.0e-6, 3.5e12
 """Seconds of a kernel that adds slices, and the bytes that it reads in one."""
 
@@ -103,18 +114,50 @@ def wide_schedule(
 
     `natural`: for x as it is, which the schedule may take so; else for x in order.
     """
-    plan = WidePlan.of(rows, weight, WideSchedule())
+    plan, shape = WidePlan.of(rows, weight, WideSchedule()), (weight.shape[1], weight.shape[0])
     linear = weight.bits == 4 and weight.kind != "code_book"
-    schedule = _chosen(plan, device_kind, SPANS.get((plan.in_features, plan.out_features), ()) if linear else ())
-    ranges = NATURAL.get((plan.in_features, plan.out_features), ())
-    measured = MULTIPROCESSORS.get(device_kind, 132) == 132 and any(first <= rows <= last for first, last in ranges)
-    if not natural or not measured or not linear or schedule.tiles > 1:
+    taken = natural and natural_taken(rows, weight, device_kind)
+    if taken and rows >= ROUNDS[shape]:
+        best = _of_rounds(plan)
+        if best is not None:
+            return best
+    schedule = _chosen(plan, device_kind, SPANS.get(shape, ()) if linear else ())
+    if not taken or schedule.tiles > 1:
         return schedule
-    taken = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, natural=True))
-    in_boxes = 4 * taken.boxes
-    tokens = -(-schedule.tokens // in_boxes) * in_boxes
-    best = fitted(plan, dataclasses.replace(taken.schedule, tokens=tokens))
+    tokens = -(-schedule.tokens // (4 * schedule.cluster)) * 4 * schedule.cluster  # whole boxes of 8 tokens
+    best = fitted(plan, dataclasses.replace(schedule, tokens=tokens, natural=True))
     return schedule if best is None else best.schedule
+
+
+def natural_taken(rows: int, weight: Packed, device_kind: str) -> bool:
+    """Whether x as it is was measured faster for so many rows."""
+    if weight.bits != 4 or weight.kind == "code_book" or MULTIPROCESSORS.get(device_kind, 132) != 132:
+        return False
+    first, last = NATURAL.get((weight.shape[1], weight.shape[0]), (1, 0))
+    return first <= rows <= last
+
+
+def _of_rounds(plan: WidePlan) -> WideSchedule | None:
+    """For x as it is: the tiles with which the multiprocessors' rounds take the fewest clocks."""
+
+    def clocks(schedule: WideSchedule) -> float:
+        taken = dataclasses.replace(plan, schedule=schedule)
+        stage = schedule.warpgroups * (4 * schedule.tokens + UNPACKED) + STAGE_START / schedule.cluster
+        return -(-taken.parts // taken.clusters) * stage
+
+    tiles = [(2, 256, 2), (3, 192, 2)]
+    if plan.rows <= ONE_WARPGROUP_ROWS:
+        tiles += [(1, 256, 2), (1, 256, 4)]
+    large = plan.rows * plan.in_features * 2 > TOGETHER_BYTES
+    schedules = [
+        WideSchedule(tokens, warpgroups, cluster=cluster, blocks=RESIDENT[cluster], natural=True)
+        for warpgroups, most, cluster in tiles
+        for count in range(-(-plan.rows // most), plan.rows // 64 + 2)
+        for tokens in (4 * cluster * -(-plan.rows // (4 * cluster * count)),)
+    ]
+    plans = [fitted(plan, schedule) for schedule in sorted(schedules, key=clocks)]
+    best = next((p.schedule for p in plans if p is not None), None)
+    return best if best is None or not large else dataclasses.replace(best, together=TOGETHER_TILES)
 
 
 def gated_schedules(
