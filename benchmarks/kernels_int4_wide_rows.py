@@ -26,11 +26,14 @@ ROWS = (224, 256, 320, 512, 768, 1024, 2048, 96, 384, 640, 240, 128, 48, 448, 30
 """The most telling ones first."""
 MOST = 1.10
 """Times cuBLAS' microseconds that a product may take."""
+FEWEST = 6
+"""So many products are one CUDA graph. Fewer are launched one by one, and where a kernel leaves a multiprocessor idle the
+next one's first blocks come onto it early and wait: CUPTI counts their wait as that kernel's time, up to twice."""
 
 
 def copies(rows: int, k: int, n: int) -> int:
     """Products whose weights, x and results pass the L2 cache together."""
-    return max(2, -(-ROTATED_BYTES // (k * n // 2 + 2 * rows * (k + n))))
+    return max(FEWEST, -(-ROTATED_BYTES // (k * n // 2 + 2 * rows * (k + n))))
 
 
 class Kernels:
