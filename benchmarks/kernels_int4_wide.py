@@ -48,16 +48,14 @@ CASES = [
 ]
 
 
-NATURAL: dict[str, Any] = {"natural": True}
-ONE: dict[str, Any] = {"warpgroups": 1, "slices": 1, "cluster": 2, "blocks": 132}
+ALONE: dict[str, Any] = {"cluster": 1, "blocks": 132}
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (256, "qkv", [NATURAL, NATURAL | {"cluster": 2, "blocks": 132}]),
-    (320, "o", [NATURAL, NATURAL | ONE | {"tokens": 160}, ONE | {"tokens": 160}]),
-    (384, "o", [NATURAL, NATURAL | ONE | {"tokens": 192}]),
-    (448, "o", [NATURAL, NATURAL | ONE | {"tokens": 224}]),
-    (64, "up", [{}, NATURAL]),
-    (1024, "up", [{}, NATURAL]),
-    (1024, "qkv", [{}, NATURAL]),
+    (256, "qkv", [{}]),
+    (384, "qkv", [{}, ALONE]),
+    (352, "qkv", [{}, ALONE]),
+    (240, "qkv", [{}]),
+    (432, "o", [{}]),
+    (448, "qkv", [{}, ALONE]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
@@ -199,7 +197,7 @@ def tried() -> list[tuple[int, str, WideSchedule]]:
     for rows, shape, changes in TRIED:
         weight = described(shape)
         for change in changes:
-            schedule = dataclasses.replace(wide_tuning.wide_schedule(rows, weight), **change)
+            schedule = dataclasses.replace(wide_tuning.wide_schedule(rows, weight, natural=True), **change)
             plan = wide_tuning.fitted(WidePlan.of(rows, weight, schedule), schedule)
             if plan is not None:
                 # With few stages several blocks are resident at once.

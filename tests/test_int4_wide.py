@@ -455,12 +455,13 @@ def test_schedules_fit_the_card(group_size: int) -> None:
 
 def test_x_as_it_is_where_it_was_measured() -> None:
     """Linear codes of 4 bits of some shapes, in groups of 32 and more; tokens fill boxes of 8 in each block."""
-    measured = [(208, 6144, 4096), (2048, 4096, 4096), (512, 4096, 14336)]
-    others = [(192, 6144, 4096), (300, 576, 4096), (1024, 14336, 4096)]
+    measured = [(129, 6144, 4096), (8192, 4096, 4096), (512, 4096, 14336), (1024, 14336, 4096)]
+    others = [(128, 6144, 4096), (192, 4096, 4096), (300, 576, 4096), (8193, 14336, 4096)]
     for (rows, n, k), natural in [*((case, True) for case in measured), *((case, False) for case in others)]:
         schedule = wide_tuning.wide_schedule(rows, described(n, k, 128, "minimum"), natural=True)
         assert schedule.natural == natural
         assert schedule.tokens % (16 if natural and schedule.cluster == 4 else 8) == 0
+        assert natural == wide_tuning.natural_taken(rows, described(n, k, 128, "minimum"), "NVIDIA H200")
     small_groups = described(6144, 4096, 16, "symmetric")
     assert not wide_tuning.wide_schedule(300, small_groups, natural=True).natural
     weight = described(6144, 4096, 128, "zero_point")
@@ -471,6 +472,29 @@ def test_x_as_it_is_where_it_was_measured() -> None:
     norm = jnp.ones(4096)
     with pytest.raises(ValueError, match="a schedule for x as it is takes no norm"):
         wide.int4_matmul(jnp.ones((200, 4096), BF16), weight, norm, schedule=schedule, out_dtype=jnp.dtype(BF16))
+
+
+def test_rounds_of_x_as_it_is_are_the_shortest() -> None:
+    """Those that were the fastest of what was tried on an H200, and that all of them fit and cover the rows."""
+    shapes = {"o": (4096, 4096), "qkv": (6144, 4096), "up": (14336, 4096), "down": (4096, 14336)}
+    fastest = {
+        ("o", 320): (160, 1, 0), ("o", 1152): (192, 3, 0), ("o", 1280): (160, 2, 0), ("o", 2560): (216, 2, 4),
+        ("qkv", 256): (256, 1, 0), ("qkv", 544): (136, 3, 0), ("qkv", 800): (160, 2, 0), ("qkv", 3072): (192, 3, 4),
+        ("up", 960): (192, 3, 0), ("up", 1280): (184, 2, 0), ("up", 3072): (224, 2, 4), ("down", 1280): (160, 2, 4),
+        ("down", 600): (152, 2, 4), ("down", 4096): (256, 2, 4),
+    }  # fmt: skip
+    for (name, rows), expected in fastest.items():
+        weight = described(*shapes[name], 128, "zero_point")
+        s = wide_tuning.wide_schedule(rows, weight, natural=True)
+        assert ((s.tokens, s.warpgroups, s.together), s.natural) == (expected, True), (name, rows)
+    for name, rows in itertools.product(shapes, range(513, 8193, 211)):
+        weight = described(*shapes[name], 128, "minimum")
+        schedule = wide_tuning.wide_schedule(rows, weight, natural=True)
+        plan = WidePlan.of(rows, weight, schedule)
+        assert plan.shared_bytes <= 227 * 1024
+        assert schedule.stages >= 3
+        assert plan.token_tiles * schedule.tokens >= rows
+        assert plan.clusters * schedule.cluster <= 132
 
 
 def test_rows_between_those_that_were_measured_have_their_schedules() -> None:

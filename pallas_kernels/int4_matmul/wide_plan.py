@@ -11,7 +11,8 @@ from pallas_kernels.token_order import STAGE, TokenOrder
 LINE = 64 * 2 + 16
 """Bytes from one token to the next where sums become lines: 64 results, and room that puts tokens into other banks."""
 LINES, FEW_LINES = 64, 16
-"""Tokens whose results become lines at a time; beside tiles of so many tokens that stages leave no more room."""
+"""Tokens whose results become lines at a time; beside tiles of so many tokens that stages leave no more room
+for two and more warpgroups."""
 MANY_TOKENS, MANY_OF_HALVES = 128, 240
 """Most tokens of a tile beside which there is room for LINES, and beside which two warpgroups with half a gate each
 have it with one stage less: their lines are written in more steps."""
@@ -237,6 +238,8 @@ class WidePlan:
 
     @property
     def lines(self) -> int:
+        if self.schedule.warpgroups == 1 and not self.halves:
+            return LINES
         return LINES if self.schedule.tokens <= (MANY_OF_HALVES if self.halves else MANY_TOKENS) else FEW_LINES
 
     @property

@@ -33,11 +33,11 @@ NATURAL = {
 kernel of its own, if codes are linear ones of 4 bits and a warpgroup has one tile. That is for products called alone,
 and for o where attention writes no order."""
 ROUNDS = {(4096, 4096): 193, (4096, 6144): 129, (4096, 14336): 513, (14336, 4096): 513}
-"""From how many rows on x as it is gets the schedule with the shortest rounds (`_of_rounds`): measured at 20 to 30 numbers
-of rows from there to 8192. Below, the choice is that for x in order."""
+"""From how many rows on x as it is gets the schedule with the shortest rounds (`_of_rounds`): measured at 20 to 30
+numbers of rows from there to 8192. Below, the choice is that for x in order."""
 TOGETHER_BYTES, TOGETHER_TILES = 16 << 20, 4
 """From what size of x as it is on, and how many tiles of tokens are multiplied by all weights before the next ones are.
-Without, 14336 inputs took half as long again at 1024 rows."""
+Without, 3584 and 4096 rows took a fiftieth to a thirtieth longer."""
 L2_BYTES = 50 << 20
 CLUSTERS = (1, 2, 4)
 RESIDENT = {1: 132, 2: 132, 4: 112}
@@ -97,7 +97,7 @@ CLUSTERED = 57.0
 """Clocks by which a stage takes longer where blocks of a cluster wait for each other."""
 START, PART = 4800.0, 700.0
 """Clocks of a launch with its first copies, and from one part to the next."""
-UNPACKED, STAGE_START = 130.0, 80.0
+UNPACKED, STAGE_START = 130.0, 160.0
 """For x as it is: clocks in which a warpgroup unpacks a stage's words of 64 outputs, beside 4 for the products of each
 token, as if no two of them overlapped; and what a stage takes besides in a block alone,
 shared by a cluster's blocks."""
@@ -130,8 +130,10 @@ def wide_schedule(
 
 
 def natural_taken(rows: int, weight: Packed, device_kind: str) -> bool:
-    """Whether x as it is was measured faster for so many rows."""
-    if weight.bits != 4 or weight.kind == "code_book" or MULTIPROCESSORS.get(device_kind, 132) != 132:
+    """Whether x as it is was measured faster for so many rows, and can be taken so."""
+    if weight.bits != 4 or weight.kind == "code_book" or steps_per_run(weight.group_size) == 1:
+        return False
+    if MULTIPROCESSORS.get(device_kind, 132) != 132:
         return False
     first, last = NATURAL.get((weight.shape[1], weight.shape[0]), (1, 0))
     return first <= rows <= last
