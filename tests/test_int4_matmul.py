@@ -1,5 +1,6 @@
 """The INT4 matrix product: the definition in float64, the Hopper kernel on a simulated warp, dispatch, the GPU."""
 
+import inspect
 import itertools
 
 import jax
@@ -16,6 +17,7 @@ from pallas_kernels.int4_matmul import (
     dequantize,
     from_codes,
     int4_matmul,
+    int4_matmul_fused,
     mosaic,
     to_kernel_layout,
     to_mosaic,
@@ -301,6 +303,34 @@ def test_backend_can_be_forced_and_a_refusal_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setenv("JAXINFER_KERNELS", "tpu")
     with pytest.raises(ValueError, match="int4_matmul has no backend 'tpu'; it has mosaic, triton, reference"):
         int4_matmul(x, weight)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool, jnp.complex64, jnp.float8_e4m3fn])
+def test_activations_that_are_no_floats_are_an_error(dtype) -> None:
+    weight = make(24, 64, 32, "symmetric")[0]
+    with pytest.raises(ValueError, match=f"x is {jnp.dtype(dtype)} and results .*; x needs bfloat16"):
+        inspect.unwrap(int4_matmul)(jnp.ones((2, 64), dtype), weight)
+
+
+def test_results_of_integers_are_an_error() -> None:
+    weight = make(24, 64, 32, "symmetric")[0]
+    with pytest.raises(ValueError, match="x is float32 and results int32"):
+        int4_matmul(jnp.ones((2, 64)), weight, out_dtype=jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("out_features", "options", "message"),
+    [
+        (24, {"norm": jnp.ones(32)}, r"norm has shape \(32,\); x of 64 features needs \(64,\)"),
+        (24, {"residual": jnp.ones((5, 2, 24))}, r"residual has shape \(5, 2, 24\); the result has \(2, 24\)"),
+        (24, {"gated": True, "residual": jnp.ones((2, 24))}, r"the result has \(2, 12\)"),
+        (23, {"gated": True}, "an even number of out_features, not 23"),
+    ],
+)
+def test_surroundings_that_do_not_fit_are_an_error(out_features: int, options: dict, message: str) -> None:
+    weight = make(out_features, 64, 32, "symmetric")[0]
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(int4_matmul_fused)(jnp.ones((2, 64)), weight, **options)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what a machine without a GPU refuses")

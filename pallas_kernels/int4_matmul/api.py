@@ -81,13 +81,15 @@ def int4_matmul(
       explain: return the list of `Choice` and compute nothing.
 
     Raises:
-      ValueError: shapes that do not fit, or a call that the forced backend does not take.
+      ValueError: shapes or dtypes that do not fit, or a call that the forced backend does not take.
     """
     out_features, in_features = w.shape
     if x.ndim < 1 or x.shape[-1] != in_features:
         raise ValueError(f"x has shape {x.shape}; a weight of {in_features} in_features needs [..., {in_features}]")
     rows = math.prod(x.shape[:-1])
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if x.dtype not in FLOATS or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"x is {x.dtype} and results {dtype}; x needs bfloat16, float16 or float32, results floats")
     refusals = refusals_of(rows, x.dtype, dtype, w)
     choices = dispatch.choose("int4_matmul", refusals, backend)
     if explain:
@@ -119,8 +121,21 @@ def int4_matmul_fused(
     Returns:
       [*rows, out_features], or half as many where `gated`. In the kernel everything between x and the
       result is float32, but x times the norm's weights, which is rounded to bfloat16.
+
+    Raises:
+      ValueError: as `int4_matmul`; and a norm, a residual or a gate that does not fit.
     """
-    rows, in_features = math.prod(x.shape[:-1]), x.shape[-1]
+    out_features, in_features = w.shape
+    if x.ndim < 1 or x.shape[-1] != in_features:
+        raise ValueError(f"x has shape {x.shape}; a weight of {in_features} in_features needs [..., {in_features}]")
+    if norm is not None and norm.shape != (in_features,):
+        raise ValueError(f"norm has shape {norm.shape}; x of {in_features} features needs ({in_features},)")
+    if gated and out_features % 2:
+        raise ValueError(f"a gate and its other half are an even number of out_features, not {out_features}")
+    results = (*x.shape[:-1], out_features // 2 if gated else out_features)
+    if residual is not None and residual.shape != results:
+        raise ValueError(f"residual has shape {residual.shape}; the result has {results}")
+    rows = math.prod(x.shape[:-1])
     fusion = Fusion(None if norm is None else norm_eps, gated, residual is not None)
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if fused_refusal(x, w, norm_eps=fusion.norm_eps, gated=gated, residual=fusion.residual, backend=backend) is None:

@@ -105,9 +105,11 @@ def is_whole(book: Any) -> bool:
 
 def check_groups(codes: Any, scales: Any, offsets: Any, group_size: int, *, largest: int) -> int:
     """Raises ValueError for arrays that do not fit; gives the group size, at most the number of inputs."""
+    if codes.ndim != 2 or not codes.size:
+        raise ValueError(f"codes have shape {tuple(codes.shape)}; expected [out_features, in_features], none of them 0")
     out_features, in_features = codes.shape
-    if not group_size >= 1:
-        raise ValueError(f"group_size is {group_size}; expected a positive number, such as 128")
+    if not isinstance(group_size, int | np.integer) or group_size < 1:
+        raise ValueError(f"group_size is {group_size!r}; expected a positive whole number, such as 128")
     group_size = min(group_size, in_features)
     expected = (out_features, -(-in_features // group_size))
     for name, array in (("scales", scales), ("offsets", offsets)):
@@ -116,6 +118,10 @@ def check_groups(codes: Any, scales: Any, offsets: Any, group_size: int, *, larg
                 f"{name} have shape {tuple(array.shape)}; "
                 f"codes {tuple(codes.shape)} in groups of {group_size} need {expected}"
             )
+    if not jnp.issubdtype(scales.dtype, jnp.floating):
+        raise ValueError(f"scales are {scales.dtype}; expected floats")
+    if offsets is not None and offsets.dtype != jnp.uint8 and not jnp.issubdtype(offsets.dtype, jnp.floating):
+        raise ValueError(f"offsets are {offsets.dtype}; expected uint8 zero points, or floats that are minima")
     if codes.dtype != jnp.uint8:
         raise ValueError(f"codes are {codes.dtype}; expected uint8 holding 0..{largest}")
     return group_size

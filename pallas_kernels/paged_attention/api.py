@@ -139,6 +139,10 @@ def _validate(
 ) -> None:
     batch, tokens, q_heads, _ = q.shape
     kv_heads = k_pages.shape[1]
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q is {q.dtype}; it needs floats")
+    if 0 in q.shape or 0 in k_pages.shape:
+        raise ValueError(f"q {q.shape} over pages {k_pages.shape} has an axis of 0; every axis needs at least 1")
     if q_heads % kv_heads:
         raise ValueError(f"q has {q_heads} heads, which is not a multiple of the pages' {kv_heads} KV heads")
     if page_table.ndim != 2 or page_table.shape[0] != batch or page_table.dtype != jnp.int32:
@@ -149,7 +153,7 @@ def _validate(
         raise ValueError(f"{tokens} query tokens do not fit in {page_table.shape[1]} pages of {k_pages.shape[2]}")
     if sinks is not None and sinks.shape != (q_heads,):
         raise ValueError(f"sinks has shape {sinks.shape}; it needs one logit for each of {q_heads} query heads")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it needs at least 1, or None for no window")
-    if softcap is not None and softcap <= 0:
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"window is {window}; it needs at least 1 and less than 2^31, or None for no window")
+    if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it needs a positive number, or None for no cap")

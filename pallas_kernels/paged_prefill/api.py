@@ -61,6 +61,8 @@ def paged_prefill(
         raise ValueError(f"paged_prefill takes q [batch, tokens, q_heads, head_dim], not {q.shape}")
     batch, tokens, q_heads, head_dim = q.shape
     kv = check_pools("paged_prefill", q.dtype, head_dim, k_pages, v_pages, k_scales, v_scales)
+    if 0 in q.shape or 0 in k_pages.shape:
+        raise ValueError(f"q {q.shape} over pages {k_pages.shape} has an axis of 0; every axis needs at least 1")
     kv_heads, page_size = k_pages.shape[1:3]
     _validate(q, kv_heads, page_table, starts, lengths, sinks, scale=scale, window=window, softcap=softcap)
     reasons = {"mosaic": mosaic_refusal(q.shape, q.dtype, kv, page_size), "reference": None}
@@ -131,9 +133,9 @@ def _validate(
             raise ValueError(f"{name} is {array.dtype}{array.shape}; it needs int32[{batch}]")
     if sinks is not None and sinks.shape != (q_heads,):
         raise ValueError(f"sinks has shape {sinks.shape}; it needs one logit for each of {q_heads} query heads")
-    if scale <= 0:
+    if not scale > 0:
         raise ValueError(f"scale is {scale}; it needs a positive number, usually head_dim ** -0.5")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it needs at least 1, or None for no window")
-    if softcap is not None and softcap <= 0:
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"window is {window}; it needs at least 1 and less than 2^31, or None for no window")
+    if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it needs a positive number, or None for no cap")
