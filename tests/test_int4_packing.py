@@ -1,6 +1,7 @@
 """Packing of INT4 weights: exact both ways, in NumPy and in JAX alike."""
 
 import inspect
+
 import jax
 import ml_dtypes
 import numpy as np

@@ -217,6 +217,8 @@ def call(function: Any = paged_prefill, **changes: Any) -> Any:
         ({"sinks": jnp.zeros(3)}, "one logit for each of 4 query heads"),
         ({"scale": 0.0}, "scale is 0.0; it needs a positive number"),
         ({"window": 0}, "window is 0; it needs at least 1"),
+        ({"window": 2**40}, "window is 1099511627776; it needs at least 1 and less than"),
+        ({"softcap": float("nan")}, "softcap is nan; it needs a positive number"),
         ({"softcap": -1.0}, "softcap is -1.0; it needs a positive number"),
     ],
 )
