@@ -1,7 +1,5 @@
 """Packing of INT4 weights: exact both ways, in NumPy and in JAX alike."""
 
-import inspect
-
 import jax
 import ml_dtypes
 import numpy as np
@@ -171,8 +169,6 @@ def test_refusals_say_what_was_expected() -> None:
         from_codes(codes, scales, group_size=16)
     with pytest.raises(ValueError, match=r"group_size is 0"):
         from_codes(codes, scales, group_size=0)
-    with pytest.raises(ValueError, match=r"group_size is 32.0; expected a positive whole number"):
-        inspect.unwrap(from_codes)(codes, scales, group_size=32.0)
     for wrong in (codes[0], codes[:0], codes[:, :0]):
         with pytest.raises(ValueError, match=r"expected \[out_features, in_features\], none of them 0"):
             from_codes(wrong, scales, group_size=32)

@@ -108,8 +108,8 @@ def check_groups(codes: Any, scales: Any, offsets: Any, group_size: int, *, larg
     if codes.ndim != 2 or not codes.size:
         raise ValueError(f"codes have shape {tuple(codes.shape)}; expected [out_features, in_features], none of them 0")
     out_features, in_features = codes.shape
-    if not isinstance(group_size, int | np.integer) or group_size < 1:
-        raise ValueError(f"group_size is {group_size!r}; expected a positive whole number, such as 128")
+    if not group_size >= 1:
+        raise ValueError(f"group_size is {group_size}; expected a positive number, such as 128")
     group_size = min(group_size, in_features)
     expected = (out_features, -(-in_features // group_size))
     for name, array in (("scales", scales), ("offsets", offsets)):
