@@ -22,13 +22,16 @@ from benchmarks.kernels_int4 import BF16, ROTATED_BYTES, Case, random_weight, we
 from benchmarks.kernels_int4_crossover import BLAS_ONLY, MATRICES, blas, each, microseconds, relative_error, tokens_of
 from pallas_kernels.int4_matmul import int4_matmul, wide_dequantize
 
-ROWS = (224, 256, 320, 512, 768, 1024, 2048, 96, 384, 640, 240, 128, 48, 448, 3072, 4096, 80, 1536, 160, 24)
+ROWS = (
+    *(256, 240, 384, 512, 432, 320, 1024, 1280, 4096, 352, 600, 768, 1536, 3072, 224, 272, 800, 96, 2048),
+    *(8192, 1792, 3584, 640, 160, 128, 48, 24, 448, 2560, 144),
+)
 """The most telling ones first."""
 MOST = 1.10
 """Times cuBLAS' microseconds that a product may take."""
 FEWEST = 6
-"""So many products are one CUDA graph. Fewer are launched one by one, and where a kernel leaves a multiprocessor idle the
-next one's first blocks come onto it early and wait: CUPTI counts their wait as that kernel's time, up to twice."""
+"""So many products are one CUDA graph. Fewer are launched one by one, and where a kernel leaves multiprocessors idle
+the next one's first blocks come onto them early and wait: CUPTI counts that as the next one's time, up to twice."""
 
 
 def copies(rows: int, k: int, n: int) -> int:
