@@ -227,22 +227,27 @@ def test_plan_gives_every_unit_to_one_block_and_all_blocks_are_resident_at_once(
 def test_what_has_been_measured_with_a_scaled_x_takes_it() -> None:
     scales = np.zeros(0, BF16)
 
-    def schedule(rows: int, n: int, k: int, group_size: int = 128, *, zeros: bool = True) -> Schedule:
+    def schedule(
+        rows: int, n: int, k: int, group_size: int = 128, *, zeros: bool = True, fusion: Fusion = PLAIN
+    ) -> Schedule:
         offsets = np.zeros(0, np.uint8) if zeros else None
-        return tuning.plan_for(rows, PackedInt4(None, scales, offsets, None, (n, k), group_size, "mosaic")).schedule
+        weight = PackedInt4(None, scales, offsets, None, (n, k), group_size, "mosaic")
+        return tuning.plan_for(rows, weight, fusion=fusion).schedule
 
     for rows in (1, 2, 8):
         assert schedule(rows, 14336, 4096).bulk
         assert schedule(rows, 4096, 14336).blocks == 264
         assert schedule(rows, 4096, 4096).scaled
         assert schedule(rows, 4096, 4096).bulk
-    assert [schedule(rows, 4096, 4096).apart for rows in (1, 2, 3, 7, 8)] == [False, False, True, True, False]
+    assert [schedule(rows, 4096, 4096).apart for rows in (1, 2, 9, 16)] == [False, False, True, True]
     assert schedule(1, 14336, 4096, 32).scaled
     assert schedule(5, 14336, 4096, 64).bulk
     assert schedule(1, 14336, 4096, zeros=False).scaled
-    halves = {(8, 14336), (8, 6144), (8, 4096), (16, 14336)}
-    for rows, n in itertools.product((1, 2, 7, 8, 9, 15, 16), (2048, 4096, 6144, 14336, 28672)):
+    halves = {*itertools.product((3, 7, 8), (4096, 6144, 14336)), (16, 14336)}
+    for rows, n in itertools.product((1, 2, 3, 7, 8, 9, 15, 16), (2048, 4096, 6144, 14336, 28672)):
         assert schedule(rows, n, 4096).joined == ((rows, n) in halves)
+        assert schedule(rows, n, 4096, fusion=Fusion(residual=True)).joined == (3 <= rows <= 8 and n == 4096)
+        assert not schedule(rows, n, 4096, fusion=Fusion(norm_eps=1e-5)).joined
         assert not schedule(rows, n, 4096, 64).joined
     assert schedule(15, 14336, 4096).apart
     assert schedule(16, 4096, 14336).apart

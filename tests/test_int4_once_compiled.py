@@ -54,19 +54,37 @@ def test_all_blocks_are_on_the_card_and_nothing_is_spilled(
 
 HALVES = """
 from pallas_kernels.int4_matmul import mosaic, tuning
+from pallas_kernels.int4_matmul.plan import Fusion
 
-rows, k, n = map(int, sys.argv[1:])
-plan = tuning.plan_for(rows, packed(n, k))
+rows, k, n, adding = map(int, sys.argv[1:])
+fusion = Fusion(residual=bool(adding))
+plan = tuning.plan_for(rows, packed(n, k), fusion=fusion)
 assert plan.schedule.joined
-options = {"schedule": plan.schedule, "out_dtype": jnp.dtype(jnp.bfloat16)}
-compiled(lambda x, weight: mosaic.int4_matmul(x, weight, **options), array(jnp.bfloat16, rows, k), packed(n, k))
+given = {"residual": array(jnp.bfloat16, rows, n)} if adding else {}
+options = {"schedule": plan.schedule, "out_dtype": jnp.dtype(jnp.bfloat16), "fusion": fusion}
+product = lambda x, weight, given: mosaic.int4_matmul(x, weight, **given, **options)
+compiled(product, array(jnp.bfloat16, rows, k), packed(n, k), given)
 print(plan.threads, plan.shared_bytes, plan.slices * plan.blocks_per_slice)
 """
 
 
-@pytest.mark.parametrize(("rows", "n"), [(8, 4096), (8, 14336), (16, 14336)])
-def test_two_blocks_with_half_of_the_inputs_are_on_a_multiprocessor(rows: int, n: int, tmp_path: pathlib.Path) -> None:
-    answer = run_program(HALVES, rows, 4096, n, dump=tmp_path)
+@pytest.mark.parametrize(
+    ("rows", "n", "adding"),
+    [
+        (3, 14336, 0),
+        (7, 6144, 0),
+        (8, 4096, 0),
+        (8, 14336, 0),
+        (16, 14336, 0),
+        (3, 4096, 1),
+        (7, 4096, 1),
+        (8, 4096, 1),
+    ],
+)
+def test_two_blocks_with_half_of_the_inputs_are_on_a_multiprocessor(
+    rows: int, n: int, adding: int, tmp_path: pathlib.Path
+) -> None:
+    answer = run_program(HALVES, rows, 4096, n, adding, dump=tmp_path)
     threads, shared_bytes, blocks = map(int, answer.split())
     (registers,) = check_reports(tmp_path, "int4_*", 1)
     assert blocks == 2 * 132 and threads * -(-registers // 8) * 8 * 2 <= 65536

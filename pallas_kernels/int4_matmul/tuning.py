@@ -51,14 +51,20 @@ HALF_FEW, HALF, HALF_MANY = (
     Schedule(8, 2, strips, depth, 264, scaled=True, bulk=True, joined=True)
     for strips, depth in ((2, 2), (2, 3), (1, 2))
 )
-HALVES = {(8, 2): HALF_FEW, (8, 3): HALF_FEW, (8, 7): HALF, (16, 7): HALF_MANY}
+HALVES_BY_STRIPS = {2: HALF_FEW, 3: HALF_FEW, 7: HALF}
+HALVES = {
+    **{(rows, strips): way for rows in range(3, 9) for strips, way in HALVES_BY_STRIPS.items()},
+    (16, 7): HALF_MANY,
+}
 """Before all others, for 4096 inputs in groups of 128 and nothing around the product, by rows and most strips a block:
 two blocks a multiprocessor with half of the inputs each, in clusters of two.
 
 Eight rows took 7 % less than with four warps more (apart.py) for 14336 outputs, 3 % less for 6144, 4 % less for 4096;
-sixteen 3 % less for 14336, and more for the others. With 9 to 15 rows registers leave no room for two; 3 to 7 are not
-measured, nor a residual, which o has in a model: there only a projection that is alone, as one with a bias, is so.
+sixteen 3 % less for 14336, and more for the others. With 9 to 15 rows registers leave no room for two.
+In scratch runs three to seven rows took less for all three: 2 to 6 % for 14336, about 1 to 10 % for the others.
 """
+HALVES_ADDING = {(rows, 2) for rows in range(3, 9)}
+"""Of these also with a residual, as o has in a model: 1 to 9 % less in a scratch run."""
 BULK_STRIPS = {2: 2, 16: 3}
 """By the most rows: from so many strips a block on, weights come by bulk copies, the first strip before x.
 
@@ -147,10 +153,12 @@ def _best(plan: Plan, measured: bool, multiprocessors: int) -> Plan:
 def _halves(plan: Plan, multiprocessors: int) -> Plan | None:
     """The plan with a cluster for the two halves of the inputs, where it has been measured."""
     two_halves = plan.in_features == 2 * HALF.warps * HALF.parts * PART
-    if multiprocessors != 132 or not two_halves or plan.fusion != PLAIN or plan.group_size != PART:
+    if multiprocessors != 132 or not two_halves or plan.group_size != PART:
         return None
-    strips = dataclasses.replace(plan, schedule=HALF).most_strips
-    schedule = HALVES.get((plan.rows, strips))
+    size = plan.rows, dataclasses.replace(plan, schedule=HALF).most_strips
+    if plan.fusion != PLAIN and (plan.fusion != Fusion(residual=True) or size not in HALVES_ADDING):
+        return None
+    schedule = HALVES.get(size)
     return None if schedule is None else dataclasses.replace(plan, schedule=schedule)
 
 
