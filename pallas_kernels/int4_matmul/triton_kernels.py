@@ -11,6 +11,9 @@ import triton.language as tl
 from pallas_kernels.int4_matmul.triton_codes import looked_up, numbers, pair_of, planes, unit_of, zero_of
 from pallas_kernels.triton_backend import kernel
 
+LEAST_SCALE = tl.constexpr(1e-20)
+"""What a group's scale counts as at least where sums are measured in it: 0 has no inverse."""
+
 
 @kernel
 def tile_pointers(codes_ptr, n, TILES: tl.constexpr, WIDTH: tl.constexpr):
@@ -58,6 +61,7 @@ def int4_matmul_dot(
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    RESCALED: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """out^T = W x^T on tensor cores, for BLOCK_N output features, BLOCK_M rows of x and a share of the inputs.
@@ -82,6 +86,7 @@ def int4_matmul_dot(
     unit = unit_of(book_ptr, KIND, dtype)
     book = planes(book_ptr, unit, n, dtype) if LOOK_UP else unit
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    before = tl.full((BLOCK_N,), 1.0, tl.float32)  # RESCALED: what the sums are measured in
     scale, offset = scale_and_offset(
         scales_ptr, offsets_ptr, n_stored, first * CODES * WIDTH, PADDED, GROUP, GROUPS, KIND
     )
@@ -95,7 +100,13 @@ def int4_matmul_dot(
                 scales_ptr, offsets_ptr, n_stored, k + CODES * WIDTH // SEGMENTS, PADDED, GROUP, GROUPS, KIND
             )
             zero = zero_of(offset, BITS, KIND)[:, None]
-            product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            if RESCALED:
+                now = scale.to(tl.float32) * unit
+                now = tl.where(tl.abs(now) < LEAST_SCALE, LEAST_SCALE, now)
+                product = acc * (before / now)[:, None]
+                before = now
+            else:
+                product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             sums = tl.zeros((BLOCK_M,), tl.float32)
             for part in tl.static_range(CODES // SEGMENTS):
                 column = k + part * WIDTH
@@ -119,10 +130,17 @@ def int4_matmul_dot(
                     product = tl.dot(w, x, product)
                 if KIND == "minimum":
                     sums += tl.sum(x.to(tl.float32), 0)
-            acc += product * (scale.to(tl.float32) * unit)[:, None]
-            if KIND == "minimum":
-                acc += offset.to(tl.float32)[:, None] * sums[None, :]
+            if RESCALED:
+                acc = product
+                if KIND == "minimum":
+                    acc += (offset.to(tl.float32) / now)[:, None] * sums[None, :]
+            else:
+                acc += product * (scale.to(tl.float32) * unit)[:, None]
+                if KIND == "minimum":
+                    acc += offset.to(tl.float32)[:, None] * sums[None, :]
             scale, offset = next_scale, next_offset
+    if RESCALED:
+        acc *= before[:, None]
     place = (split * M + m).to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 

@@ -14,7 +14,8 @@ class Schedule:
 
     A block computes `block_n` output features for `block_m` rows (0: the kernel without tensor cores, up to 4 rows)
     with `warps` warps and `stages` tiles of weights between memory and use, over one of `splits` shares of the inputs,
-    whose float32 partial sums XLA adds inside whatever comes next.
+    whose float32 partial sums XLA adds inside whatever comes next. `rescaled` blocks keep one set of sums, measured in
+    the scale of the group at hand, instead of a group's beside the whole: half the registers of a wide block.
     """
 
     block_n: int
@@ -22,6 +23,7 @@ class Schedule:
     warps: int
     stages: int
     splits: int = 1
+    rescaled: bool = False
 
     @property
     def kernel(self) -> str:
