@@ -62,6 +62,7 @@ def int4_matmul_dot(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     RESCALED: tl.constexpr,
+    OFFSETS_HERE: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """out^T = W x^T on tensor cores, for BLOCK_N output features, BLOCK_M rows of x and a share of the inputs.
@@ -99,7 +100,23 @@ def int4_matmul_dot(
             next_scale, next_offset = scale_and_offset(
                 scales_ptr, offsets_ptr, n_stored, k + CODES * WIDTH // SEGMENTS, PADDED, GROUP, GROUPS, KIND
             )
-            zero = zero_of(offset, BITS, KIND)[:, None]
+            if OFFSETS_HERE and KIND == "zero_point":
+                # Loaded here, not carried over: what a loop carries stays out of the product's layout where threads
+                # are more than features. The row after next is fetched into L2 meanwhile.
+                row = tl.minimum(k // GROUP, GROUPS - 1) * PADDED
+                if ASM:
+                    ahead = tl.minimum(k // GROUP + 2, GROUPS - 1) * PADDED + n_stored
+                    tl.inline_asm_elementwise(
+                        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                        "=r,l",
+                        [(offsets_ptr + ahead).to(tl.int64)],
+                        dtype=tl.int32,
+                        is_pure=False,
+                        pack=1,
+                    )
+                zero = zero_of(tl.load(offsets_ptr + row + n_stored[:, None]), BITS, KIND)
+            else:
+                zero = zero_of(offset, BITS, KIND)[:, None]
             if RESCALED:
                 now = scale.to(tl.float32) * unit
                 now = tl.where(tl.abs(now) < LEAST_SCALE, LEAST_SCALE, now)

@@ -79,7 +79,9 @@ def _fused(x: jax.Array, w: Packed, *, schedule: Schedule, out_dtype: jnp.dtype)
     if schedule.kernel == "gemv":
         kernel, grid, constants = triton_kernels.int4_matmul_gemv, (columns, schedule.splits), {}
     else:
-        kernel, constants = triton_kernels.int4_matmul_dot, {"BLOCK_M": schedule.block_m, "RESCALED": schedule.rescaled}
+        kernel = triton_kernels.int4_matmul_dot
+        here = schedule.rescaled and schedule.block_n < 32 * schedule.warps
+        constants = {"BLOCK_M": schedule.block_m, "RESCALED": schedule.rescaled, "OFFSETS_HERE": here}
         grid = (-(-rows // schedule.block_m), columns, schedule.splits)
     (sums,) = triton_backend.call(
         kernel,
