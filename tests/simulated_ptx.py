@@ -22,7 +22,7 @@ def run(assembly: str, registers: list[np.ndarray], num_results: int) -> list[np
 
     for line in re.sub(r"[{}]", "", assembly).split(";"):
         operation, _, operands = line.strip().partition(" ")
-        if operation and operation != ".reg":
+        if operation not in NOTHING:
             result, *sources = [operand.strip() for operand in operands.split(",")]
             values[result] = OPERATIONS[operation](*map(read, sources))
     return [values[f"${i}"] for i in range(num_results)]
@@ -61,6 +61,8 @@ def load_float(addresses: np.ndarray) -> np.ndarray:
     return np.array([ctypes.c_uint32.from_address(int(address)).value for address in addresses], np.uint32)
 
 
+NOTHING = ("", ".reg", "prefetch.global.L2")
+"""What gives no number."""
 OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda a: a,
     "add.u32": lambda a, b: a + b,
