@@ -31,6 +31,7 @@ from pallas_kernels.triton_backend import refusal
 
 ROTATED_BYTES = 256 << 20
 RUNS = 4
+CHECKED_ROWS = 256
 BF16 = jnp.dtype(jnp.bfloat16)
 UP, DOWN = (4096, 14336), (14336, 4096)
 
@@ -51,6 +52,7 @@ class Product:
     def record(self) -> dict[str, object]:
         s = self.schedule
         chosen = "tuned" if s is None else f"{s.kernel} {s.block_n}x{s.block_m} {s.warps}w{s.stages}s {s.splits} splits"
+        chosen += " rescaled" if s is not None and s.rescaled else ""
         return {
             "op": "int4_matmul",
             "backend": "triton",
@@ -79,6 +81,8 @@ class Attention:
 
 DOT8, _ = triton_tuning.DOT[8]
 GEMV, _ = triton_tuning.EXACT[4]
+WIDE = triton_tuning.Schedule(128, 128, 8, 2, rescaled=True)
+TALL = triton_tuning.Schedule(128, 256, 8, 3, rescaled=True)
 CASES: list[Product | Attention] = [
     Product(1, *UP, 10.8),
     Product(8, *UP, 11.5),
@@ -105,9 +109,22 @@ CASES: list[Product | Attention] = [
     Product(1, *UP, 21.0, bits=8),
     Product(64, *UP, 36.0, bits=8),
     Product(8, *UP, 23.0, book=True),
-    Product(256, *UP, 62.0, triton_tuning.Schedule(128, 128, 8, 3)),
-    Product(128, *UP, 36.0, triton_tuning.Schedule(128, 128, 8, 3)),
-    Product(256, *UP, 70.0, triton_tuning.Schedule(128, 128, 8, 2)),
+    Product(256, *UP, 62.0, TALL),
+    Product(256, *UP, 62.0, WIDE),
+    Product(256, *DOWN, 62.0, dataclasses.replace(TALL, splits=4)),
+    Product(256, *DOWN, 62.0, dataclasses.replace(WIDE, splits=4)),
+    Product(256, 4096, 4096, 22.0, dataclasses.replace(TALL, splits=4)),
+    Product(256, 4096, 4096, 22.0, dataclasses.replace(WIDE, splits=4)),
+    Product(256, 4096, 6144, 36.0, dataclasses.replace(TALL, splits=2)),
+    Product(256, 4096, 6144, 36.0, dataclasses.replace(WIDE, splits=2)),
+    Product(128, *UP, 36.0, dataclasses.replace(WIDE, splits=2)),
+    Product(128, *DOWN, 36.0, dataclasses.replace(WIDE, splits=8)),
+    Product(128, 4096, 4096, 15.0, dataclasses.replace(WIDE, splits=8)),
+    Product(128, 4096, 6144, 22.0, dataclasses.replace(WIDE, splits=5)),
+    Product(96, *UP, 36.0, dataclasses.replace(WIDE, splits=2)),
+    Product(160, *UP, 60.0, TALL),
+    Product(192, *UP, 60.0, TALL),
+    Product(224, *UP, 62.0, TALL),
     Product(256, *UP, 106.0),
     Product(128, *UP, 56.0),
     Product(1024, *UP, 230.0),
@@ -139,6 +156,18 @@ def weights_of(k: int, n: int, bits: int, book: bool) -> list[Packed]:
     return [make(seed) for seed in range(max(2, -(-ROTATED_BYTES // (n * k * bits // 8))))]
 
 
+def rows_of(m: int, k: int) -> jax.Array:
+    """bfloat16[m, k]: the first of the same rows for every m up to CHECKED_ROWS, whose products are computed once."""
+    return jax.random.normal(jax.random.key(99), (max(m, CHECKED_ROWS), k), BF16)[:m]
+
+
+@functools.cache
+def expected_of(m: int, k: int, n: int, bits: int, book: bool) -> jax.Array:
+    """float32[m, n]: the product with the first weight, by XLA."""
+    product = jax.jit(lambda x, w: jnp.dot(x.astype(jnp.float32), dequantize(w).T, precision="highest"))
+    return product(rows_of(m, k), weights_of(k, n, bits, book)[0])
+
+
 def kernels_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[str, float]]:
     """Name and microseconds of every kernel that `RUNS` calls ran, after one that does not count."""
     _, timings = profiler.measure(jax.jit(function), aggregate=False, iterations=1 + RUNS)(*arguments)
@@ -150,13 +179,13 @@ def kernels_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list
 def time_product(recorder: Recorder, rate: float, case: Product) -> None:
     """Our kernel, and what XLA adds to it (the sum of splits; for many rows the product) per call."""
     weights = weights_of(case.k, case.n, case.bits, case.book)
-    x = jax.random.normal(jax.random.key(99), (case.m, case.k), BF16)
+    x = rows_of(case.m, case.k)
 
     @jax.jit  # traced and lowered once, however often the timed function calls it
     def product(w: Packed, x: jax.Array) -> jax.Array:
         return triton_matmul.int4_matmul(x, w, out_dtype=BF16, schedule=case.schedule)
 
-    expected = jax.jit(lambda x, w: jnp.dot(x.astype(jnp.float32), dequantize(w).T, precision="highest"))(x, weights[0])
+    expected = expected_of(max(case.m, CHECKED_ROWS), case.k, case.n, case.bits, case.book)[: case.m]
     started = time.perf_counter()
     first = jax.block_until_ready(product(weights[0], x))
     compile_seconds = time.perf_counter() - started
