@@ -39,6 +39,24 @@ def scale_and_offset(
 
 
 @kernel
+def offsets_at(
+    offsets_ptr, n, k, PADDED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr
+):
+    """Offsets of output features n at input k, [rows, 1]; those of the group after next are fetched into L2."""
+    if ASM:
+        ahead = offsets_ptr + tl.minimum(k // GROUP + 2, GROUPS - 1) * PADDED + n
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [ahead.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return tl.load(offsets_ptr + tl.minimum(k // GROUP, GROUPS - 1) * PADDED + n[:, None])
+
+
+@kernel
 def int4_matmul_dot(
     x_ptr,
     codes_ptr,
@@ -92,6 +110,9 @@ def int4_matmul_dot(
         scales_ptr, offsets_ptr, n_stored, first * CODES * WIDTH, PADDED, GROUP, GROUPS, KIND
     )
     for tile in tl.range(first, last, num_stages=STAGES):
+        if OFFSETS_HERE:  # ahead of what waits for words
+            first_offset = offsets_at(offsets_ptr, n_stored, tile * (CODES * WIDTH), PADDED, GROUP, GROUPS, ASM)
+            zero = zero_of(first_offset, BITS, KIND)
         words = tl.load(codes + tile * (16 * WIDTH), eviction_policy="evict_first")
         found = looked_up(words, book, dtype) if LOOK_UP else words
         for segment in tl.static_range(SEGMENTS):
@@ -100,23 +121,10 @@ def int4_matmul_dot(
             next_scale, next_offset = scale_and_offset(
                 scales_ptr, offsets_ptr, n_stored, k + CODES * WIDTH // SEGMENTS, PADDED, GROUP, GROUPS, KIND
             )
-            if OFFSETS_HERE and KIND == "zero_point":
-                # Loaded here, not carried over: what a loop carries stays out of the product's layout where threads
-                # are more than features. The row after next is fetched into L2 meanwhile.
-                row = tl.minimum(k // GROUP, GROUPS - 1) * PADDED
-                if ASM:
-                    ahead = tl.minimum(k // GROUP + 2, GROUPS - 1) * PADDED + n_stored
-                    tl.inline_asm_elementwise(
-                        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                        "=r,l",
-                        [(offsets_ptr + ahead).to(tl.int64)],
-                        dtype=tl.int32,
-                        is_pure=False,
-                        pack=1,
-                    )
-                zero = zero_of(tl.load(offsets_ptr + row + n_stored[:, None]), BITS, KIND)
-            else:
+            if not OFFSETS_HERE:
                 zero = zero_of(offset, BITS, KIND)[:, None]
+            elif segment > 0:
+                zero = zero_of(offsets_at(offsets_ptr, n_stored, k, PADDED, GROUP, GROUPS, ASM), BITS, KIND)
             if RESCALED:
                 now = scale.to(tl.float32) * unit
                 now = tl.where(tl.abs(now) < LEAST_SCALE, LEAST_SCALE, now)

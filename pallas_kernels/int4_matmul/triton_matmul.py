@@ -80,7 +80,7 @@ def _fused(x: jax.Array, w: Packed, *, schedule: Schedule, out_dtype: jnp.dtype)
         kernel, grid, constants = triton_kernels.int4_matmul_gemv, (columns, schedule.splits), {}
     else:
         kernel = triton_kernels.int4_matmul_dot
-        here = schedule.rescaled and schedule.block_n < 32 * schedule.warps
+        here = w.kind == "zero_point" and schedule.rescaled and schedule.block_n < 32 * schedule.warps
         constants = {"BLOCK_M": schedule.block_m, "RESCALED": schedule.rescaled, "OFFSETS_HERE": here}
         grid = (-(-rows // schedule.block_m), columns, schedule.splits)
     (sums,) = triton_backend.call(
