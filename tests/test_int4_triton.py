@@ -122,7 +122,7 @@ def test_kernels_interpreted(interpreted, schedule, rows, out_features, in_featu
 def test_sums_in_units_of_a_scale_survive_scales_of_zero_and_of_any_sign(interpreted) -> None:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, (24, 1024), dtype=np.uint8)
-    scales = rng.choice([0.0, 1.0, -2.0**-9, 2.0**12, -3.0], (24, 8)).astype(BF16)
+    scales = rng.choice([0.0, 1.0, -(2.0**-9), 2.0**12, -3.0], (24, 8)).astype(BF16)
     scales[:, 7], scales[3] = 0.0, 0.0
     weight = from_codes(codes, scales, group_size=128)
     values = np.repeat(scales.astype(np.float64), 128, 1) * (codes.astype(np.float64) - 8)
@@ -208,6 +208,8 @@ COMPILED = [
     (64, 576, 1536, 32, "8 bits minimum", jnp.float16),
     (1, 4096, 14336, 128, "8 bits symmetric", jnp.float32),
     (300, 4096, 4096, 128, "zero_point", jnp.bfloat16),
+    (128, 4096, 4096, 128, "zero_point", jnp.bfloat16),
+    (250, 4096, 4096, 128, "zero_point", jnp.bfloat16),
 ]
 
 
@@ -225,6 +227,34 @@ def test_compiles_for(capability, rows, out_features, in_features, group_size, k
     )
     assert text.count("@triton_kernel_call") == 1
     assert max(shared_bytes) <= BLOCK_BYTES[capability]
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", triton_tuning.WIDE["9.0"])
+def test_weights_of_wide_blocks_reach_the_products_from_registers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory has room for words and x only; on their way through it, the weights would take 8 KB more."""
+    shared_bytes = compile_for(90, monkeypatch)
+    lower_for_cuda(
+        functools.partial(triton_matmul.int4_matmul, out_dtype=jnp.dtype(jnp.bfloat16)),
+        jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16),
+        abstract(14336, 4096, 128, "zero_point"),
+    )
+    schedule, most = triton_tuning.WIDE["9.0"][rows]
+    x_bytes = schedule.stages * 128 * schedule.block_m * 2
+    words_bytes = (schedule.stages - 1) * schedule.block_n * 64
+    assert x_bytes + words_bytes < max(shared_bytes) < x_bytes + words_bytes + 1024
+    assert max(shared_bytes) <= most
+
+
+def test_wide_blocks_only_where_they_were_timed() -> None:
+    def chosen(rows: int, capability: str = "9.0", wide: bool = True) -> Schedule:
+        options = {"exact": False, "book": False, "multiprocessors": 132}
+        return schedule_for(rows, 14336, 32, capability=capability, wide=wide, **options)
+
+    assert chosen(64) == Schedule(128, 64, 8, 3, splits=2)
+    assert chosen(128) == Schedule(128, 128, 8, 2, splits=2, rescaled=True)
+    assert chosen(256) == Schedule(128, 256, 8, 3, splits=1, rescaled=True)
+    assert chosen(256, capability="8.0").block_m == chosen(256, wide=False).block_m == 64
 
 
 @pytest.mark.parametrize(
@@ -337,7 +367,11 @@ def test_triton_on_the_gpu(rows, out_features, in_features, group_size, kind, dt
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", [GEMV, *(schedule for schedule, _ in triton_tuning.DOT.values())], ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [GEMV, *(schedule for table in (triton_tuning.DOT, triton_tuning.WIDE["9.0"]) for schedule, _ in table.values())],
+    ids=str,
+)
 def test_every_schedule_on_the_gpu(schedule: Schedule) -> None:
     weight, values = make(1440, 1536, 128, "zero_point")
     packed = in_layout(weight)

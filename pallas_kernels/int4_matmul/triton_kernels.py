@@ -39,9 +39,7 @@ def scale_and_offset(
 
 
 @kernel
-def offsets_at(
-    offsets_ptr, n, k, PADDED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr
-):
+def offsets_at(offsets_ptr, n, k, PADDED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr):
     """Offsets of output features n at input k, [rows, 1]; those of the group after next are fetched into L2."""
     if ASM:
         ahead = offsets_ptr + tl.minimum(k // GROUP + 2, GROUPS - 1) * PADDED + n
@@ -87,6 +85,9 @@ def int4_matmul_dot(
 
     The words go through shared memory straight into the layout of tl.dot's large operand, where their codes
     are unpacked, set by set. Scales enter once a segment (the part of a tile that shares a group), on the float32 sums.
+    RESCALED: sums are kept in units of the scale of the segment at hand, one set of them instead of two. OFFSETS_HERE:
+    zero points are loaded where they are used. Carried over from the tile before, they would keep the unpacked weights
+    out of the product's layout where threads are more than features, and these would go through shared memory again.
     Writes [SPLITS, M, N].
     """
     CODES: tl.constexpr = 16 // BITS
@@ -113,6 +114,8 @@ def int4_matmul_dot(
         if OFFSETS_HERE:  # ahead of what waits for words
             first_offset = offsets_at(offsets_ptr, n_stored, tile * (CODES * WIDTH), PADDED, GROUP, GROUPS, ASM)
             zero = zero_of(first_offset, BITS, KIND)
+        else:
+            zero = zero_of(offset, BITS, KIND)[:, None]
         words = tl.load(codes + tile * (16 * WIDTH), eviction_policy="evict_first")
         found = looked_up(words, book, dtype) if LOOK_UP else words
         for segment in tl.static_range(SEGMENTS):
@@ -121,12 +124,13 @@ def int4_matmul_dot(
             next_scale, next_offset = scale_and_offset(
                 scales_ptr, offsets_ptr, n_stored, k + CODES * WIDTH // SEGMENTS, PADDED, GROUP, GROUPS, KIND
             )
-            if not OFFSETS_HERE:
-                zero = zero_of(offset, BITS, KIND)[:, None]
-            elif segment > 0:
-                zero = zero_of(offsets_at(offsets_ptr, n_stored, k, PADDED, GROUP, GROUPS, ASM), BITS, KIND)
+            if segment > 0:
+                if OFFSETS_HERE:
+                    zero = zero_of(offsets_at(offsets_ptr, n_stored, k, PADDED, GROUP, GROUPS, ASM), BITS, KIND)
+                else:
+                    zero = zero_of(offset, BITS, KIND)[:, None]
+            now = scale.to(tl.float32) * unit
             if RESCALED:
-                now = scale.to(tl.float32) * unit
                 now = tl.where(tl.abs(now) < LEAST_SCALE, LEAST_SCALE, now)
                 product = acc * (before / now)[:, None]
                 before = now
@@ -160,7 +164,7 @@ def int4_matmul_dot(
                 if KIND == "minimum":
                     acc += (offset.to(tl.float32) / now)[:, None] * sums[None, :]
             else:
-                acc += product * (scale.to(tl.float32) * unit)[:, None]
+                acc += product * now[:, None]
                 if KIND == "minimum":
                     acc += offset.to(tl.float32)[:, None] * sums[None, :]
             scale, offset = next_scale, next_offset

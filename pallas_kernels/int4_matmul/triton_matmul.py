@@ -62,8 +62,15 @@ def int4_matmul(x: jax.Array, w: Packed, *, out_dtype: jnp.dtype, schedule: Sche
             book=w.book is not None,
             multiprocessors=triton_backend.multiprocessors(),
             capability=triton_backend.capability(),
+            wide=_wide(x, w),
         )
     return _fused(x, w, schedule=schedule, out_dtype=out_dtype)
+
+
+def _wide(x: jax.Array, w: Packed) -> bool:
+    """Whether blocks of more than 64 rows were timed for such a product."""
+    whole = segments(w.group_size, w.num_groups, w.codes.shape[3], WORD // w.bits) == 1
+    return x.dtype == jnp.bfloat16 and w.bits == 4 and w.kind == "zero_point" and whole
 
 
 # Jitted, so that a model's equal products share one kernel: it is lowered once, and compiled once, not once a layer.

@@ -37,6 +37,14 @@ DOT: dict[int, tuple[Schedule, int]] = {
     32: (Schedule(128, 32, 4, 3), 41 << 10),
     64: (Schedule(128, 64, 8, 3), 74 << 10),
 }
+# For weights of 4 bits with zero points in groups of 128 or more, where the card is one that they were timed on. Each
+# weight is unpacked for twice to four times the rows; what blocks of 64 rows take is in docs/kernels.md.
+WIDE: dict[str, dict[int, tuple[Schedule, int]]] = {
+    "9.0": {
+        128: (Schedule(128, 128, 8, 2, rescaled=True), 73 << 10),
+        256: (Schedule(128, 256, 8, 3, rescaled=True), 209 << 10),
+    }
+}
 # The kernel without tensor cores takes 4.7 instructions a code against 2.4 (counted in the machine code), but for
 # float32 rows tensor cores need three products for one, and 64 such rows more than the 99 KB that a block can have.
 EXACT: dict[int, tuple[Schedule, int]] = {
@@ -56,13 +64,24 @@ LEAST_TILES = 4
 
 
 def schedule_for(
-    rows: int, out_features: int, tiles: int, *, exact: bool, book: bool, multiprocessors: int, capability: str
+    rows: int,
+    out_features: int,
+    tiles: int,
+    *,
+    exact: bool,
+    book: bool,
+    multiprocessors: int,
+    capability: str,
+    wide: bool = False,
 ) -> Schedule:
     """The schedule for `rows` rows and `tiles` tiles of inputs; `exact` where rows are float32, `book` for code books.
 
+    `wide`: the weight is one that `WIDE` is for, from its 65th row on where the card has an entry there.
     Blocks that share an output feature split its inputs until all multiprocessors have their blocks at once.
     """
     table = EXACT if exact else DOT
+    if wide and rows > max(DOT):
+        table = WIDE.get(capability, DOT)
     schedule, shared = table[next((most for most in table if rows <= most), max(table))]
     resident = max(1, min(MOST_BLOCKS * 4 // schedule.warps, SHARED_BYTES.get(capability, 100 << 10) // shared))
     if book and not exact:
