@@ -81,7 +81,7 @@ class Attention:
 
 DOT8, _ = triton_tuning.DOT[8]
 GEMV, _ = triton_tuning.EXACT[4]
-WIDE, _ = triton_tuning.WIDE["9.0"][256]
+WIDE = triton_tuning.Schedule(128, 128, 8, 3, rescaled=True)
 THIRD = triton_tuning.Schedule(128, 64, 8, 3, rescaled=True)
 TALL = triton_tuning.Schedule(128, 256, 8, 3, rescaled=True)
 CASES: list[Product | Attention] = [
@@ -110,21 +110,25 @@ CASES: list[Product | Attention] = [
     Product(1, *UP, 21.0, bits=8),
     Product(64, *UP, 36.0, bits=8),
     Product(8, *UP, 23.0, book=True),
-    Product(256, *UP, 62.0),
-    Product(128, *UP, 38.0),
-    Product(256, *DOWN, 60.0),
-    Product(256, 4096, 4096, 21.0),
-    Product(256, 4096, 6144, 34.0),
-    Product(192, *UP, 60.0),
-    Product(160, *UP, 60.0),
+    Product(256, *UP, 62.0, WIDE),
+    Product(256, *UP, 75.0),
+    Product(128, *UP, 38.0, dataclasses.replace(WIDE, splits=2)),
+    Product(128, *UP, 44.0),
+    Product(256, *DOWN, 60.0, dataclasses.replace(WIDE, splits=4)),
+    Product(256, *DOWN, 71.0),
+    Product(256, 4096, 4096, 21.0, dataclasses.replace(WIDE, splits=4)),
+    Product(256, 4096, 4096, 24.0),
+    Product(192, *UP, 60.0, WIDE),
     Product(192, *UP, 62.0, THIRD),
-    Product(128, *DOWN, 35.0),
-    Product(128, 4096, 4096, 14.0),
-    Product(128, 4096, 6144, 20.0),
-    Product(96, *UP, 36.0),
-    Product(224, *UP, 62.0),
+    Product(192, *UP, 73.0),
+    Product(160, *UP, 72.0),
+    Product(128, *DOWN, 40.0),
+    Product(128, 4096, 4096, 15.0),
+    Product(128, 4096, 6144, 22.0),
+    Product(256, 4096, 6144, 42.0),
+    Product(96, *UP, 42.0),
+    Product(224, *UP, 74.0),
     Product(256, *UP, 70.0, TALL),
-    Product(256, *UP, 74.0, dataclasses.replace(WIDE, stages=2)),
     Product(256, *UP, 106.0, triton_tuning.DOT[64][0]),
     Product(1024, *UP, 230.0),
     Attention(Shape(64, 4096, kv="int8"), 132.0, Tiling(16, 64, 1, 5, 1)),

@@ -252,8 +252,8 @@ def test_wide_blocks_only_where_they_were_timed() -> None:
         return schedule_for(rows, 14336, 32, capability=capability, wide=wide, **options)
 
     assert chosen(64) == Schedule(128, 64, 8, 3, splits=2)
-    assert chosen(128) == Schedule(128, 128, 8, 3, splits=2, rescaled=True)
-    assert chosen(256) == Schedule(128, 128, 8, 3, splits=1, rescaled=True)
+    assert chosen(128) == Schedule(128, 128, 8, 2, splits=2, rescaled=True)
+    assert chosen(256) == Schedule(128, 128, 8, 2, splits=1, rescaled=True)
     assert chosen(256, capability="8.0").block_m == chosen(256, wide=False).block_m == 64
 
 

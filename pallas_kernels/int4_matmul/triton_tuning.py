@@ -40,7 +40,7 @@ DOT: dict[int, tuple[Schedule, int]] = {
 # For weights of 4 bits with zero points in groups of 128 or more, where the card is one that they were timed on. Each
 # weight is unpacked for twice to four times the rows; what blocks of 64 rows take is in docs/kernels.md.
 WIDE: dict[str, dict[int, tuple[Schedule, int]]] = {
-    "9.0": {256: (Schedule(128, 128, 8, 3, rescaled=True), 113 << 10)},
+    "9.0": {256: (Schedule(128, 128, 8, 2, rescaled=True), 73 << 10)},
 }
 # The kernel without tensor cores takes 4.7 instructions a code against 2.4 (counted in the machine code), but for
 # float32 rows tensor cores need three products for one, and 64 such rows more than the 99 KB that a block can have.
