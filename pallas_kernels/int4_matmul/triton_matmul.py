@@ -20,7 +20,7 @@ from pallas_kernels.int4_matmul.triton_layout import STRIP, WORD
 from pallas_kernels.int4_matmul.triton_tuning import Schedule, schedule_for
 
 FUSED_ROWS = 256
-"""Beyond this many rows, reading the weight once for every 64 of them costs more than writing it out once."""
+"""Beyond this many rows, reading the weight once for every 64 or 128 costs more than writing it out once."""
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
