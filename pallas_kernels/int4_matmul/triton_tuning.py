@@ -37,8 +37,8 @@ DOT: dict[int, tuple[Schedule, int]] = {
     32: (Schedule(128, 32, 4, 3), 41 << 10),
     64: (Schedule(128, 64, 8, 3), 74 << 10),
 }
-# For weights of 4 bits with zero points in groups of 128 or more, where the card is one that they were timed on. Each
-# weight is unpacked for twice to four times the rows; what blocks of 64 rows take is in docs/kernels.md.
+# For weights of 4 bits with zero points in groups of 128 or more, where the card is one that they were timed on. A
+# weight is unpacked for twice the rows.
 WIDE: dict[str, dict[int, tuple[Schedule, int]]] = {
     "9.0": {256: (Schedule(128, 128, 8, 2, rescaled=True), 73 << 10)},
 }
