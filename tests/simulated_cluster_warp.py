@@ -32,21 +32,6 @@ class SimulatedClusterWarp(SimulatedWideWarp):
             self.barriers.state[self.block, barrier] = [1, 1, 0, 0]
             self.barriers.update(self.block, barrier, arrivals=1, nbytes=nbytes)
 
-    def send_words(
-        self,
-        address: np.ndarray,
-        words: Sequence[np.ndarray],
-        block: np.ndarray,
-        barrier: int,
-        predicate: np.ndarray | None = None,
-    ) -> None:
-        assert len(words) in (1, 2, 4)
-        keep = np.ones(32, bool) if predicate is None else predicate
-        assert (address[keep] + 4 * len(words) <= barrier).all()
-        self._store_to(block, address, words, keep)
-        for lane in np.flatnonzero(keep):
-            self.barriers.update(int(block[lane]), barrier, nbytes=-4 * len(words))
-
     def order_of(self, number: np.ndarray) -> np.ndarray:
         bits = number.view(np.int32)
         return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))

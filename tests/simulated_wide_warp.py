@@ -227,6 +227,21 @@ class SimulatedWideWarp(SimulatedInt4Warp):
     def give_turn(self, barrier: np.ndarray) -> None:
         self.barriers.turn(self.block, uniform(barrier), wait=False)
 
+    def send_words(
+        self,
+        address: np.ndarray,
+        words: Sequence[np.ndarray],
+        block: np.ndarray,
+        barrier: int,
+        predicate: np.ndarray | None = None,
+    ) -> None:
+        assert len(words) in (1, 2, 4)
+        keep = np.ones(32, bool) if predicate is None else predicate
+        assert (address[keep] + 4 * len(words) <= barrier).all()
+        self._store_to(block, address, words, keep)
+        for lane in np.flatnonzero(keep):
+            self.barriers.update(int(block[lane]), barrier, nbytes=-4 * len(words))
+
     # Products
     def token_matrix(self, address: np.ndarray, tokens: int) -> tuple[int, int]:
         assert uniform(address) % 16 == 0

@@ -92,6 +92,9 @@ def truncation(plan: WidePlan) -> float:
         (40, 136, 1152, 64, "minimum", WideSchedule(16, tiles=2, stages=5, cluster=2, blocks=4, natural=True)),
         (17, 40, 200, 32, "zero_point", WideSchedule(8, 1, stages=2, cluster=2, natural=True)),
         (33, 264, 640, -1, "minimum", WideSchedule(16, slices=3, cluster=4, stages=4, blocks=8, natural=True)),
+        (20, 200, 640, 128, "zero_point", WideSchedule(32, stages=3, cluster=2, joined=True)),
+        (41, 201, 896, 32, "symmetric", WideSchedule(32, 3, stages=4, cluster=2, natural=True, joined=True)),
+        (40, 136, 384, 64, "minimum", WideSchedule(48, tiles=2, stages=3, cluster=2, joined=True)),
     ],
 )
 def test_kernel_on_simulated_warps(rows, out_features, in_features, group_size, kind, schedule) -> None:
@@ -119,6 +122,8 @@ def test_scales_of_more_bits_than_bfloat16(kind: str, dtype: type) -> None:
         (139, 80, WideSchedule(72, stages=2, cluster=2, blocks=2)),
         (140, 64, WideSchedule(144, warpgroups=1, stages=2)),
         (139, 72, WideSchedule(144, stages=3, natural=True)),
+        (139, 200, WideSchedule(80, 3, stages=3, cluster=2, natural=True, joined=True)),
+        (139, 72, WideSchedule(144, stages=3, cluster=2, joined=True)),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -40,27 +40,6 @@ class ClusterWarp(WideWarp):
         """Waits until every warp of the cluster arrived; it empties the L1 cache."""
         self._emit("barrier.cluster.wait.acquire.aligned;", "")
 
-    def send_words(
-        self, address: Value, words: Sequence[Value], block: Value, barrier: int, predicate: Value | None = None
-    ) -> None:
-        """1, 2 or 4 words, or float32, to the inbox of block `block` of the cluster, which may differ by lane."""
-        names = ", ".join(f"${i + 3}" for i in range(len(words)))
-        vector, names = (f".v{len(words)}", f"{{{names}}}") if len(words) > 1 else ("", names)
-        kind = f"{vector}.{'f32' if words[0].is_float else 'b32'}"
-        guard = "" if predicate is None else f"@${len(words) + 3} "
-        ptx = (
-            "{ .reg .b32 place, counter; mapa.shared::cluster.u32 place, $0, $2; "
-            "mapa.shared::cluster.u32 counter, $1, $2; "
-            f"{guard}st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [place], {names}, "
-            "[counter]; }"
-        )
-        places = [self._shared(address), self._shared(self.integer(barrier)), block.ir]
-        constraints = ["r"] * 3 + ["f" if words[0].is_float else "r"] * len(words)
-        operands = [*places, *(word.ir for word in words)]
-        if predicate is not None:
-            constraints, operands = [*constraints, "b"], [*operands, predicate.ir]
-        self._emit(ptx, ",".join(constraints), *operands)
-
     def wait_sent(self, barrier: int) -> None:
         """Waits until all that this block's inbox was opened for has come.
 

@@ -37,6 +37,7 @@ from pallas_kernels.int4_matmul.plan import PIECE_BYTES
 from pallas_kernels.int4_matmul.stream import Weights, arrays_of
 from pallas_kernels.int4_matmul.wide_arrange import arrange
 from pallas_kernels.int4_matmul.wide_fetch import after, fetch, next_empty
+from pallas_kernels.int4_matmul.wide_join import join, open_inbox
 from pallas_kernels.int4_matmul.wide_natural import words_in_order
 from pallas_kernels.int4_matmul.wide_norm import arrange_normalised
 from pallas_kernels.int4_matmul.wide_plan import BOX, PRODUCERS, Part, WidePlan, WideSchedule
@@ -62,7 +63,9 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
     leader = w.thread < 1
     for stage in range(schedule.stages):
         w.barrier_init(w.integer(plan.full_barriers + 8 * stage), PRODUCERS + 1, leader)
-        w.barrier_init(w.integer(plan.empty_barriers + 8 * stage), plan.consumer_warps * schedule.cluster, leader)
+        w.barrier_init(w.integer(plan.empty_barriers + 8 * stage), plan.consumer_warps * plan.readers, leader)
+    if schedule.joined:
+        open_inbox(w, plan)
     w.barriers_ready()
     (w.cluster_barrier if schedule.cluster > 1 else w.block_barrier)()
     parts = (plan.parts + (plan.clusters - 1) - cluster) // plan.clusters
@@ -75,7 +78,7 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
             w.set_registers(registers[0], more=False)
         start = (w.integer(0), w.integer(1))  # the first time round, every slot is empty
         last = w.loop(parts, start, lambda i, carry: fetch(w, plan, a, part(i), rank, carry))
-        if schedule.cluster > 1:
+        if plan.readers > 1:
             # A block may not end while others still report to its barriers. Waiting here leaves out the fence of a
             # barrier of the cluster, which would wait for the results too.
             w.loop(w.integer(schedule.stages), last, lambda i, carry: next_empty(w, plan, *carry))
@@ -92,6 +95,8 @@ def multiply(w: Any, plan: WidePlan, a: Arguments, cluster: Any, rank: Any) -> N
     def one_part(book: Book | None, i: Any, carry: Any) -> Any:
         now = part(i)
         carry, sums = multiply_part(w, plan, a, now, book, carry)
+        if schedule.joined:
+            sums = join(w, plan, sums, rank)
         if plan.halves:
             sums = [(w.warp // 4 * 2 + w.warp % 4, sums[0][1])]  # from the warpgroup's first strip of results on
         elif plan.gated:
@@ -127,7 +132,7 @@ def multiply_part(
     def release(slot: Any, now: Any) -> None:
         w.warp_barrier()
         barrier = slot * 8 + plan.empty_barriers
-        w.arrive_in(barrier, w.lane if schedule.cluster > 1 else None, (w.lane < schedule.cluster) & now)
+        w.arrive_in(barrier, w.lane if plan.readers > 1 else None, (w.lane < plan.readers) & now)
 
     def segment(base: Any, tile: int, index: int) -> RowPair:
         row = (strip + 4 * tile) * (plan.segments * STRIP) + index * STRIP + w.lane // 4 * 2

@@ -14,9 +14,9 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
     schedule = plan.schedule
     thread = w.thread - 32 * plan.consumer_warps
     leader = thread < 1
-    ragged = plan.result_strips % (plan.part_strips * schedule.cluster) != 0
-    share = plan.x_bytes // schedule.cluster
-    mine = rank * share if schedule.cluster > 1 else w.integer(0)
+    ragged = plan.result_strips % (plan.part_strips * plan.readers) != 0
+    share = plan.x_bytes // plan.readers
+    mine = rank * share if plan.readers > 1 else w.integer(0)
 
     def both(a: Any, b: Any) -> Any:
         return b if a is None else a if b is None else a & b
@@ -60,7 +60,7 @@ def fetch(w: Any, plan: WidePlan, a: Arguments, part: Part, rank: Any, carry: An
             fetch_tokens(w, plan, a.x, part, rank, step, base, full, leader)
         else:
             source = (part.token_tile * plan.steps + step) * plan.x_bytes + mine
-            w.copy_to_cluster(base + mine, a.x, source, share, full, schedule.cluster, leader)
+            w.copy_to_cluster(base + mine, a.x, source, share, full, plan.readers, leader)
         words(step, base)
         rows(a.weights.scales, plan.scale_bytes, plan.scales_start, step, base)
         if plan.offset_bytes:

@@ -15,13 +15,13 @@ def fetch_tokens(
     w: Any, plan: WidePlan, x: Any, part: Part, rank: Any, step: Any, base: Any, full: Any, leader: Any
 ) -> None:
     """This block's share of a stage of x: both halves of the inputs, one, or half of the tokens of one."""
-    cluster = plan.schedule.cluster
-    for i in range(plan.boxes // cluster):
-        box = rank + i if cluster > 1 else w.integer(i)
+    readers = plan.readers
+    for i in range(plan.boxes // readers):
+        box = rank + i if readers > 1 else w.integer(i)
         half, first = box % 2, box // 2 * plan.box_tokens
         place = base + half * (plan.x_bytes // 2) + first * BOX_BYTES
         token = part.token_tile * plan.schedule.tokens + first
-        w.copy_box(place, x, step * STAGE + half * BOX, token, full, cluster, leader)
+        w.copy_box(place, x, step * STAGE + half * BOX, token, full, readers, leader)
 
 
 def words_in_order(w: Any, piece: Any, start: int) -> list[Any]:

@@ -42,6 +42,9 @@ class WideSchedule:
     x stays in the L2 cache where it is larger than that.
 
     `natural`: x comes as it is, and words are read in the order of its inputs (`wide_natural`).
+
+    `joined`: the two blocks of a cluster have the same part, each over half of the inputs, and then put their sums
+    together (`wide_join`); none of them has a second part.
     """
 
     tokens: int = 64
@@ -54,6 +57,7 @@ class WideSchedule:
     turns: bool = False
     together: int = 0
     natural: bool = False
+    joined: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +124,11 @@ class WidePlan:
     def token_tiles(self) -> int:
         return -(-self.rows // self.schedule.tokens)
 
+    @property
+    def readers(self) -> int:
+        """Blocks of a cluster that read the same x."""
+        return 1 if self.schedule.joined else self.schedule.cluster
+
     # One block's part
     @property
     def block_features(self) -> int:
@@ -142,7 +151,7 @@ class WidePlan:
     @property
     def feature_parts(self) -> int:
         """Parts of the output features that a cluster computes at a time."""
-        return -(-self.result_strips // (self.part_strips * self.schedule.cluster))
+        return -(-self.result_strips // (self.part_strips * self.readers))
 
     def strip_of(self, index: Any) -> tuple[Any, Any]:
         """Which strip of the part's results, and of the weight, a block's strip is, from the part's first one on."""
@@ -168,7 +177,7 @@ class WidePlan:
     @property
     def boxes(self) -> int:
         """Boxes of a stage of x as it is: halves of the inputs, and of the tokens where four blocks share them."""
-        return max(2, self.schedule.cluster)
+        return max(2, self.readers)
 
     @property
     def box_tokens(self) -> int:
@@ -233,8 +242,18 @@ class WidePlan:
         return self.full_barriers + 8 * self.schedule.stages
 
     @property
-    def lines_start(self) -> int:
+    def ready_barrier(self) -> int:
+        """Where the other block says that its stages are free."""
         return self.empty_barriers + 8 * self.schedule.stages
+
+    @property
+    def sent_barrier(self) -> int:
+        """Where what the other block sends is counted."""
+        return self.ready_barrier + 8
+
+    @property
+    def lines_start(self) -> int:
+        return self.ready_barrier + 16 * self.schedule.joined
 
     @property
     def lines(self) -> int:
@@ -251,19 +270,30 @@ class WidePlan:
     def shared_bytes(self) -> int:
         return self.lines_start + self.schedule.warpgroups * self.lines_bytes
 
+    @property
+    def sent_bytes(self) -> int:
+        """Sums of half of the tokens, which go where a block's stages were."""
+        return self.block_features * self.schedule.tokens // 2 * 4
+
 
 class Part:
     """The part of the product that a block works on: some features of some tokens over some of the stages."""
 
     def __init__(self, w: Any, plan: WidePlan, index: Any, rank: Any):
-        """The blocks of a cluster have neighbouring features."""
-        slices, cluster = plan.schedule.slices, plan.schedule.cluster
+        """The blocks of a cluster have neighbouring features, or halves of the inputs."""
+        schedule, slices = plan.schedule, plan.schedule.slices
         self.token_tile, rest = _token_tile(w, plan, index)
         self.slice, features = rest % slices, rest // slices
-        self.first_strip = (features * cluster + rank) * plan.part_strips
+        self.first_strip = (features if schedule.joined else features * schedule.cluster + rank) * plan.part_strips
         """Of the results."""
-        self.first_step = self.slice * plan.steps // slices
-        self.count = (self.slice + 1) * plan.steps // slices - self.first_step
+        self.first_token = self.token_tile * schedule.tokens
+        """Of the results."""
+        share, shares = self.slice, slices
+        if schedule.joined:
+            self.first_token = self.first_token + rank * (schedule.tokens // 2)
+            share, shares = rank, 2
+        self.first_step = share * plan.steps // shares
+        self.count = (share + 1) * plan.steps // shares - self.first_step
 
 
 def _token_tile(w: Any, plan: WidePlan, index: Any) -> tuple[Any, Any]:

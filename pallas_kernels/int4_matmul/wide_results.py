@@ -13,7 +13,7 @@ def store(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, sums: An
     """Writes sums of one strip: [token block of 8][row r, token; the next token; row r + 8, ...]."""
     tokens = plan.schedule.tokens
     feature = (part.first_strip + strip) * STRIP + w.lane // 4
-    token = part.token_tile * tokens + w.lane % 4 * 2
+    token = part.first_token + w.lane % 4 * 2
     offset = (part.slice * plan.rows + token) * plan.results + feature
     for i, value in enumerate(sums):
         next_token, next_feature = 8 * (i // 4) + i % 2, 8 * (i // 2 % 2)
@@ -32,7 +32,7 @@ def store_lines(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, su
     def write(first: int, count: int) -> None:
         for piece in range(0, count * 8, 128):
             within = thread // 8 + piece // 8
-            token = part.token_tile * plan.schedule.tokens + first + within
+            token = part.first_token + first + within
             inside = (feature < plan.results) & (token < plan.rows) & (within < count)
             # Past the last token there are lines of other tokens, or of none: read, but not written.
             words = w.shared_words(buffer + thread // 8 * LINE + thread % 8 * 16, piece // 8 * LINE)
@@ -65,7 +65,7 @@ def store_ordered(w: Any, plan: WidePlan, a: Arguments, part: Part, strip: Any, 
     def write(first: int, count: int) -> None:
         for block in range(0, count // 8, together):
             within = later * 8 + thread % 8 + 8 * block
-            token = part.token_tile * plan.schedule.tokens + first + within
+            token = part.first_token + first + within
             inside = (feature < plan.results) & (token < plan.rows) & (within < count)
             if idle:
                 inside = inside & (thread < 8 * together * pieces)
@@ -81,7 +81,7 @@ def through_lines(
     w: Any, plan: WidePlan, dtype: str, sums: Any, buffer: Any, write: Callable[[int, int], None]
 ) -> None:
     """Puts sums into shared memory as lines, some tokens at a time, and has them written: `write(first, count)`."""
-    tokens = plan.schedule.tokens
+    tokens = 2 * len(sums)
     # Rows of 8 x 8 matrices are tokens: lanes 0-7 point to those of the strip's first 8 features, 8-15 to the others.
     mine = buffer + w.lane % 8 * LINE + w.lane // 8 % 2 * 16
     mine = mine + (w.warp % 2 * (2 * STRIP) + w.warp % 4 // 2 * (8 * LINE) if plan.halves else w.warp % 4 * (2 * STRIP))
