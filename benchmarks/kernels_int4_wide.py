@@ -49,13 +49,15 @@ CASES = [
 
 
 ALONE: dict[str, Any] = {"cluster": 1, "blocks": 132}
+JOINED: dict[str, Any] = {"warpgroups": 3, "cluster": 2, "blocks": 132, "joined": True}
 TRIED: list[tuple[int, str, list[dict[str, Any]]]] = [
-    (256, "qkv", [{}]),
-    (384, "qkv", [{}, ALONE]),
-    (352, "qkv", [{}, ALONE]),
-    (240, "qkv", [{}]),
+    (256, "qkv", [{}, JOINED | {"tokens": 128}]),
+    (240, "qkv", [{}, JOINED | {"tokens": 128}]),
+    (208, "qkv", [{}, JOINED | {"tokens": 112}]),
+    (384, "qkv", [{}, ALONE, JOINED | {"tokens": 192}]),
+    (352, "qkv", [ALONE, JOINED | {"tokens": 176}]),
     (432, "o", [{}]),
-    (448, "qkv", [{}, ALONE]),
+    (224, "qkv", [JOINED | {"tokens": 112}]),
 ]
 """Changes to the schedules that tuning chooses."""
 BLAS_ONLY = {"xla_gpu_enable_triton_gemm": False}
@@ -137,6 +139,7 @@ def run(
         f"{s.tokens}t{s.warpgroups}x{s.tiles} {s.slices}s{s.cluster}c{s.stages}d"
         + " turns" * s.turns
         + " natural" * s.natural
+        + " joined" * s.joined
     )
     right = same and error < 1e-2
     note = f"{rows} {shape} {name}: error {error:.1e} {'repeatable' if same else 'NOT REPEATABLE'}"
