@@ -21,12 +21,18 @@ import numpy as np
 
 import checkpoints.progress
 
-OPTIMISATION = "--xla_backend_optimization_level"
-if os.environ["JAX_PLATFORMS"] == "cpu" and OPTIMISATION not in os.environ.get("XLA_FLAGS", ""):
-    # Two thirds of the tests' time goes into compiling, of which LLVM's optimisations are a good third. Processes that
-    # tests start do without: there the programs are those that users have.
+QUICK_TO_COMPILE = (
+    "--xla_backend_optimization_level=0",
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+"""No optimisation by LLVM, fusions written by LLVM alone and not by MLIR, and no splitting of a program for threads."""
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # More than half of the tests' time went into compiling. Processes that tests start do without these flags: there
+    # the programs are those that users have.
     with pytest.MonkeyPatch.context() as _patch:
-        _patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {OPTIMISATION}=0")
+        # The last of two values holds: XLA_FLAGS can say otherwise.
+        _patch.setenv("XLA_FLAGS", " ".join([*QUICK_TO_COMPILE, os.environ.get("XLA_FLAGS", "")]))
         jax.devices()  # reads the flags
 
 checkpoints.progress.LOG_INTERVAL = 1e9  # what standard error shows must not depend on how long a test takes
