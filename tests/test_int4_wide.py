@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -473,7 +474,7 @@ def test_x_as_it_is_where_it_was_measured() -> None:
     assert not wide_tuning.wide_schedule(300, weight).natural
     assert not wide_tuning.wide_schedule(300, weight, "NVIDIA H100 PCIe", natural=True).natural
     schedule = wide_tuning.wide_schedule(200, weight, natural=True)
-    assert (schedule.tokens, schedule.cluster) == (208, 4)
+    assert (schedule.tokens, schedule.cluster, schedule.joined) == (112, 2, True)
     norm = jnp.ones(4096)
     with pytest.raises(ValueError, match="a schedule for x as it is takes no norm"):
         wide.int4_matmul(jnp.ones((200, 4096), BF16), weight, norm, schedule=schedule, out_dtype=jnp.dtype(BF16))
@@ -484,7 +485,8 @@ def test_rounds_of_x_as_it_is_are_the_shortest() -> None:
     shapes = {"o": (4096, 4096), "qkv": (6144, 4096), "up": (14336, 4096), "down": (4096, 14336)}
     fastest = {
         ("o", 320): (160, 1, 0), ("o", 1152): (192, 3, 0), ("o", 1280): (160, 2, 0), ("o", 2560): (216, 2, 4),
-        ("qkv", 256): (256, 1, 0), ("qkv", 544): (136, 3, 0), ("qkv", 800): (160, 2, 0), ("qkv", 3072): (192, 3, 4),
+        ("qkv", 256): (128, 3, 0), ("qkv", 384): (192, 3, 0), ("qkv", 544): (136, 3, 0), 
+        ("qkv", 800): (160, 2, 0), ("qkv", 3072): (192, 3, 4),
         ("up", 960): (192, 3, 0), ("up", 1280): (184, 2, 0), ("up", 3072): (224, 2, 4), ("down", 1280): (160, 2, 4),
         ("down", 600): (152, 2, 4), ("down", 4096): (256, 2, 4),
     }  # fmt: skip
@@ -492,7 +494,11 @@ def test_rounds_of_x_as_it_is_are_the_shortest() -> None:
         weight = described(*shapes[name], 128, "zero_point")
         s = wide_tuning.wide_schedule(rows, weight, natural=True)
         assert ((s.tokens, s.warpgroups, s.together), s.natural) == (expected, True), (name, rows)
-    for name, rows in itertools.product(shapes, range(513, 8193, 211)):
+        assert s.joined == (name == "qkv" and rows < 385)
+    for name, rows in [
+        *itertools.product(shapes, range(513, 8193, 211)),
+        *(("qkv", rows) for rows in range(193, 385, 9)),
+    ]:
         weight = described(*shapes[name], 128, "minimum")
         schedule = wide_tuning.wide_schedule(rows, weight, natural=True)
         plan = WidePlan.of(rows, weight, schedule)
@@ -500,6 +506,21 @@ def test_rounds_of_x_as_it_is_are_the_shortest() -> None:
         assert schedule.stages >= 3
         assert plan.token_tiles * schedule.tokens >= rows
         assert plan.clusters * schedule.cluster <= 132
+
+
+def test_blocks_that_join_their_sums_have_one_part_each() -> None:
+    weight = described(6144, 4096, 128, "zero_point")
+    schedule = WideSchedule(64, 3, cluster=2, natural=True, joined=True)
+
+    def fitted(rows: int, tokens: int, **changes: Any) -> WidePlan | None:
+        plan = dataclasses.replace(WidePlan.of(rows, weight, schedule), **changes)
+        return wide_tuning.fitted(plan, dataclasses.replace(schedule, tokens=tokens))
+
+    assert fitted(128, 64) is not None
+    assert fitted(256, 64) is None  # 128 parts for 66 clusters
+    assert fitted(120, 120) is None  # a half would be no whole blocks of 8
+    assert fitted(128, 64, result_order=TokenOrder(64, 2)) is None
+    assert fitted(128, 64, gated=True, result_order=TokenOrder(64, 2)) is None
 
 
 def test_rows_between_those_that_were_measured_have_their_schedules() -> None:
