@@ -18,10 +18,12 @@ step() {
 }
 
 # Not measured yet, or not since it changed.
-step 200 benchmarks.gpu_tests -n 14
 step 160 benchmarks.throughput --model llama-3-8b --int4 --order shortest --parts 32 --calls 16 --repeats 1
-step 150 benchmarks.kernels_int4_wide_rows --seconds 130
-step 60 benchmarks.kernels_int4_wide --tried --seconds 40
+step 60 benchmarks.kernels_triton "m=256 k" "m=128 k" "m=192 k" "m=96 k" --seconds 50
+step 60 benchmarks.kernels_int4_few --seconds 30 --words m=3 m=5 m=7 residual
+step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --first-token 128 2048
+step 290 benchmarks.kernels_int4_wide_rows --seconds 250
+step 200 benchmarks.gpu_tests -n 14
 step 120 benchmarks.throughput --model llama-3-8b --order shortest --parts 32 --calls 16 --repeats 2
 step 90 benchmarks.kernels_int4 --seconds 70
 step 60 benchmarks.kernels_int4_few --seconds 25 --words k=12288
@@ -43,7 +45,7 @@ step 90 benchmarks.kv_tiers speed --batch 1
 step 60 benchmarks.kernels_int4_mlp --seconds 40
 # Measured; again when what they measure has changed.
 step 150 benchmarks.speculation machinery --target qwen3-8b --draft qwen3-0.6b --int4 --draft-head int8 --k 4 --batch 16 --output 513
-step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --first-token 128 2048
+step 60 benchmarks.kernels_int4_wide --tried --seconds 40
 step 60 benchmarks.kernels_int4_few --stamps --seconds 30
 step 60 benchmarks.kernels_triton bits=8 code_book context=2048 context=32768 tokens=5 kv=float8 "m=64 k" "m=256 k" --seconds 36
 step 45 benchmarks.kernels_attention --parts many --seconds 30
