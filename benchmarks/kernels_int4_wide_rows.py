@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--matrices", nargs="*", default=list(MATRICES), choices=list(MATRICES))
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
-    parser.add_argument("--seconds", type=float, default=130.0, help="measure nothing after this time")
+    parser.add_argument("--seconds", type=float, default=170.0, help="measure nothing after this time")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder for the JSON lines")
     arguments = parser.parse_args()
     started, recorder = time.perf_counter(), Recorder("kernels", arguments.results)

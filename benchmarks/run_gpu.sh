@@ -22,7 +22,7 @@ step 160 benchmarks.throughput --model llama-3-8b --int4 --order shortest --part
 step 60 benchmarks.kernels_triton "m=256 k" "m=128 k" "m=192 k" "m=96 k" --seconds 50
 step 60 benchmarks.kernels_int4_few --seconds 30 --words m=3 m=5 m=7 residual
 step 120 benchmarks.decode --model llama-3-8b --int4 --batch 1 16 64 --first-token 128 2048
-step 290 benchmarks.kernels_int4_wide_rows --seconds 250
+step 210 benchmarks.kernels_int4_wide_rows --seconds 180
 step 200 benchmarks.gpu_tests -n 14
 step 120 benchmarks.throughput --model llama-3-8b --order shortest --parts 32 --calls 16 --repeats 2
 step 90 benchmarks.kernels_int4 --seconds 70
