@@ -163,6 +163,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ValueError, match=r"scales have shape \(2,\); \(256, 512\) with a scale an output need \(256,\)"
     ):
         byte_matmul(x, codes, scales[:, 0])
+    with pytest.raises(ValueError, match="out_dtype is int32; it needs floats"):
+        byte_matmul(x, codes, scales, block=BLOCK, out_dtype=jnp.int32)
     with pytest.raises(ValueError, match="cannot run on mosaic"):
         byte_matmul(x, codes, scales, block=BLOCK, backend="mosaic")
 

@@ -106,6 +106,8 @@ def byte_matmul(
         raise ValueError(f"scales have shape {scales.shape}; {codes.shape} {kind} need {wanted}")
     rows = math.prod(x.shape[:-1])
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"out_dtype is {dtype}; it needs floats")
     refusals = {"mosaic": mosaic_refusal(rows, x.dtype, dtype, codes, block), "reference": None}
     if backend is None and not _faster(rows, codes, block):
         refusals["mosaic"] = refusals["mosaic"] or f"it is not known to be faster than XLA with {rows} rows"
