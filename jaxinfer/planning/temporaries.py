@@ -109,7 +109,8 @@ def _layer_widths(config: ModelConfig, layer: LayerParams, tokens: int, dtype: j
     rope = 2 * config.head_dim
     widths = [rope + 3 * hidden + (2 * sums if isinstance(layer.qkv, ScaledCodes) else 2) * qkv]
     if _is_gated_block(config, layer, tokens):
-        # The weights of qkv and o, decoded for cuBLAS. What heads have norms for waits until the layer's end.
+        # The weights of qkv and o, decoded for cuBLAS; too much where the card's kernel takes so many rows of them
+        # (`wide_tuning.natural_taken`). What heads have norms for waits until the layer's end.
         decoded = qkv * hidden + config.num_heads * config.head_dim * hidden if tokens >= DEQUANTIZED_ROWS else 0
         normed = config.qk_norm != "none"
         waiting = qkv if normed else hidden if decoded else 0
