@@ -15,8 +15,8 @@ BLOCK_SHARED_BYTES = 227 * 1024 - 1024
 WIDE_ROWS = 17
 """From how many rows on this kernel is faster than the one that keeps x in registers."""
 DEQUANTIZED_ROWS = 4096
-"""From how many rows on cuBLAS multiplies, after a pass that unpacks the weight: it adds 7 % to 4096 rows, 13 % to
-2048."""
+"""From how many rows on cuBLAS multiplies, after a pass that unpacks the weight, but where x as it is was measured
+faster (`NATURAL`): the pass adds 7 % to 4096 rows, 13 % to 2048."""
 GATED_ROWS = 9
 """From how many rows on a gated block is faster as a whole: at 16 by 7 %, at 4096 by 11 % (and by 6 % than cuBLAS with
 bfloat16 weights)."""
@@ -103,8 +103,7 @@ START, PART = 4800.0, 700.0
 """Clocks of a launch with its first copies, and from one part to the next."""
 UNPACKED, STAGE_START = 130.0, 160.0
 """For x as it is: clocks in which a warpgroup unpacks a stage's words of 64 outputs, beside 4 for the products of each
-token, as if no two of them overlapped; and what a stage takes besides in a block alone,
-shared by a cluster's blocks."""
+token, as if no two of them overlapped; and what a stage takes besides in a block alone, shared by a cluster's blocks."""
 ONE_WARPGROUP_ROWS = 448
 """Up to how many rows 64 outputs a block are in question: x is read twice as often."""
 REDUCTION, REDUCED = 1.0e-6, 3.5e12
@@ -145,7 +144,6 @@ def natural_taken(rows: int, weight: Packed, device_kind: str) -> bool:
 
 def _of_rounds(plan: WidePlan) -> WideSchedule | None:
     """For x as it is: the tiles with which the multiprocessors' rounds take the fewest clocks."""
-
     first, last = JOINED.get((plan.in_features, plan.out_features), (1, 0))
     if first <= plan.rows <= last:
         joined = WideSchedule(16 * -(-plan.rows // 32), 3, cluster=2, natural=True, joined=True)
@@ -261,7 +259,7 @@ def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
         return None
     if schedule.natural and (plan.bits != 4 or fitted.box_tokens % 8 or steps_per_run(plan.group_size) == 1):
         return None
-    rest = schedule.warpgroups * fitted.lines_bytes
+    rest = fitted.shared_bytes - fitted.full_barriers - 16 * schedule.stages  # beside stages and their barriers
     stages = min(10, (BLOCK_SHARED_BYTES - rest) // (fitted.stage_bytes + 16))
     if stages < 3:
         return None
