@@ -11,8 +11,9 @@ import triton.language as tl
 from pallas_kernels.int4_matmul.triton_codes import looked_up, numbers, pair_of, planes, unit_of, zero_of
 from pallas_kernels.triton_backend import kernel
 
-LEAST_SCALE = tl.constexpr(1e-20)
-"""What a group's scale counts as at least where sums are measured in it: 0 has no inverse."""
+LEAST_SCALE, LEAST_SHARE = tl.constexpr(2.0**-120), tl.constexpr(2.0**-60)
+"""What a group's scale counts as at least where sums are measured in it, and as a share of the largest one so far: 0
+has no inverse, and sums in a unit that is far too small would overflow."""
 
 
 @kernel
@@ -107,6 +108,7 @@ def int4_matmul_dot(
     book = planes(book_ptr, unit, n, dtype) if LOOK_UP else unit
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     before = tl.full((BLOCK_N,), 1.0, tl.float32)  # RESCALED: what the sums are measured in
+    largest = tl.zeros((BLOCK_N,), tl.float32)
     scale, offset = scale_and_offset(
         scales_ptr, offsets_ptr, n_stored, first * CODES * WIDTH, PADDED, GROUP, GROUPS, KIND
     )
@@ -131,7 +133,9 @@ def int4_matmul_dot(
                     zero = zero_of(offset, BITS, KIND)[:, None]
             now = scale.to(tl.float32) * unit
             if RESCALED:
-                now = tl.where(tl.abs(now) < LEAST_SCALE, LEAST_SCALE, now)
+                largest = tl.maximum(largest, tl.abs(now))
+                least = tl.maximum(largest * LEAST_SHARE, LEAST_SCALE)
+                now = tl.where(tl.abs(now) < least, least, now)
                 product = acc * (before / now)[:, None]
                 before = now
             else:

@@ -103,7 +103,8 @@ START, PART = 4800.0, 700.0
 """Clocks of a launch with its first copies, and from one part to the next."""
 UNPACKED, STAGE_START = 130.0, 160.0
 """For x as it is: clocks in which a warpgroup unpacks a stage's words of 64 outputs, beside 4 for the products of each
-token, as if no two of them overlapped; and what a stage takes besides in a block alone, shared by a cluster's blocks."""
+token, as if no two of them overlapped; and what a stage takes besides in a block alone, shared by a cluster's
+blocks."""
 ONE_WARPGROUP_ROWS = 448
 """Up to how many rows 64 outputs a block are in question: x is read twice as often."""
 REDUCTION, REDUCED = 1.0e-6, 3.5e12
@@ -254,6 +255,8 @@ def fitted(plan: WidePlan, schedule: WideSchedule) -> WidePlan | None:
     if fitted.halves and schedule.tokens > MANY_TOKENS and (fitted.token_tiles > 1 or schedule.warpgroups < 2):
         return None
     if schedule.joined and (plan.gated or plan.result_order is not None or schedule.tokens % 16):
+        return None
+    if schedule.joined and (schedule.cluster != 2 or schedule.slices > 1 or not plan.steps >= 2):
         return None
     if schedule.joined and fitted.parts > fitted.clusters:
         return None
