@@ -75,9 +75,9 @@ def int4_matmul(
       backend: forces one; else the environment variable JAXINFER_KERNELS, else the first that supports the call.
         "mosaic" is Hopper's: a fused kernel for few rows (bfloat16 x of 3 to 16 rows may be multiplied lifted by 2^48:
         2^79 and more overflows, and below 2^-41 bits are lost), another for many, which rounds the weights to bfloat16,
-        and for thousands, where that one was not measured faster, cuBLAS after a kernel that unpacks the weight. "triton" takes any number of rows on NVIDIA
-        cards from Ampere on, where jax-triton is installed. "reference" dequantises the weight to x's dtype and
-        multiplies through XLA: the CPU's path.
+        and for thousands, where that one was not measured faster, cuBLAS after a kernel that unpacks the weight.
+        "triton" takes any number of rows on NVIDIA cards from Ampere on, where jax-triton is installed. "reference"
+        dequantises the weight to x's dtype and multiplies through XLA: the CPU's path.
       explain: return the list of `Choice` and compute nothing.
 
     Raises:
