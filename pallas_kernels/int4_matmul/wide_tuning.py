@@ -118,14 +118,14 @@ def wide_schedule(
 
     `natural`: for x as it is, which the schedule may take so; else for x in order.
     """
-    plan, shape = WidePlan.of(rows, weight, WideSchedule()), (weight.shape[1], weight.shape[0])
-    linear = weight.bits == 4 and weight.kind != "code_book"
+    plan = WidePlan.of(rows, weight, WideSchedule())
+    shape = plan.in_features, plan.out_features
     taken = natural and natural_taken(rows, weight, device_kind)
     if taken and rows >= ROUNDS[shape]:
         best = _of_rounds(plan)
         if best is not None:
             return best
-    schedule = _chosen(plan, device_kind, SPANS.get(shape, ()) if linear else ())
+    schedule = _chosen(plan, device_kind, SPANS.get(shape, ()) if _linear(weight) else ())
     if not taken or schedule.tiles > 1:
         return schedule
     tokens = -(-schedule.tokens // (4 * schedule.cluster)) * 4 * schedule.cluster  # whole boxes of 8 tokens
@@ -133,9 +133,13 @@ def wide_schedule(
     return schedule if best is None else best.schedule
 
 
+def _linear(weight: Packed) -> bool:
+    return weight.bits == 4 and weight.kind != "code_book"
+
+
 def natural_taken(rows: int, weight: Packed, device_kind: str) -> bool:
     """Whether x as it is was measured faster for so many rows, and can be taken so."""
-    if weight.bits != 4 or weight.kind == "code_book" or steps_per_run(weight.group_size) == 1:
+    if not _linear(weight) or steps_per_run(weight.group_size) == 1:
         return False
     if MULTIPROCESSORS.get(device_kind, 132) != 132:
         return False
@@ -143,6 +147,7 @@ def natural_taken(rows: int, weight: Packed, device_kind: str) -> bool:
     return first <= rows <= last
 
 
+@functools.cache
 def _of_rounds(plan: WidePlan) -> WideSchedule | None:
     """For x as it is: the tiles with which the multiprocessors' rounds take the fewest clocks."""
     first, last = JOINED.get((plan.in_features, plan.out_features), (1, 0))
@@ -160,16 +165,17 @@ def _of_rounds(plan: WidePlan) -> WideSchedule | None:
     tiles = [(2, 256, 2), (3, 192, 2)]
     if plan.rows <= ONE_WARPGROUP_ROWS:
         tiles += [(1, 256, 2), (1, 256, 4)]
-    large = plan.rows * plan.in_features * 2 > TOGETHER_BYTES
-    schedules = [
-        WideSchedule(tokens, warpgroups, cluster=cluster, blocks=RESIDENT[cluster], natural=True)
-        for warpgroups, most, cluster in tiles
-        for count in range(-(-plan.rows // most), plan.rows // 64 + 2)
-        for tokens in (4 * cluster * -(-plan.rows // (4 * cluster * count)),)
-    ]
-    plans = [fitted(plan, schedule) for schedule in sorted(schedules, key=clocks)]
+    schedules = []
+    for warpgroups, most, cluster in tiles:
+        for count in range(-(-plan.rows // most), plan.rows // 64 + 2):
+            boxes = -(-plan.rows // (4 * cluster * count))
+            way = WideSchedule(4 * cluster * boxes, warpgroups, cluster=cluster, blocks=RESIDENT[cluster], natural=True)
+            schedules.append(way)
+    plans = (fitted(plan, schedule) for schedule in sorted(schedules, key=clocks))
     best = next((p.schedule for p in plans if p is not None), None)
-    return best if best is None or not large else dataclasses.replace(best, together=TOGETHER_TILES)
+    if best is None or plan.rows * plan.in_features * 2 <= TOGETHER_BYTES:
+        return best
+    return dataclasses.replace(best, together=TOGETHER_TILES)
 
 
 def gated_schedules(

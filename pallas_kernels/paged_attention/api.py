@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import mosaic, reference, triton_attention
-from pallas_kernels.paged_attention.formats import check_pools
+from pallas_kernels.paged_attention.formats import check_limits, check_pools
 from pallas_kernels.paged_attention.plan import KEYS, plan_for
 
 MAX_TOKENS = 16  # more query tokens than verification needs: prefill, another kernel
@@ -153,7 +153,4 @@ def _validate(
         raise ValueError(f"{tokens} query tokens do not fit in {page_table.shape[1]} pages of {k_pages.shape[2]}")
     if sinks is not None and sinks.shape != (q_heads,):
         raise ValueError(f"sinks has shape {sinks.shape}; it needs one logit for each of {q_heads} query heads")
-    if window is not None and not 1 <= window < 2**31:
-        raise ValueError(f"window is {window}; it needs at least 1 and less than 2^31, or None for no window")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; it needs a positive number, or None for no cap")
+    check_limits(window, softcap)

@@ -89,6 +89,14 @@ def dequantise(
     return unpack(codes, jnp.float32) * scales[..., None]
 
 
+def check_limits(window: int | None, softcap: float | None) -> None:
+    """Refuses a window or a cap that no kernel can have."""
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"window is {window}; it needs at least 1 and less than 2^31, or None for no window")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; it needs a positive number, or None for no cap")
+
+
 def check_pools(
     op: str,
     dtype: jnp.dtype,

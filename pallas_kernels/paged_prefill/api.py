@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import dispatch
-from pallas_kernels.paged_attention.formats import FORMATS, check_pools
+from pallas_kernels.paged_attention.formats import FORMATS, check_limits, check_pools
 from pallas_kernels.paged_prefill import mosaic, reference
 from pallas_kernels.paged_prefill.plan import keys_of, plan_for
 
@@ -135,7 +135,4 @@ def _validate(
         raise ValueError(f"sinks has shape {sinks.shape}; it needs one logit for each of {q_heads} query heads")
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it needs a positive number, usually head_dim ** -0.5")
-    if window is not None and not 1 <= window < 2**31:
-        raise ValueError(f"window is {window}; it needs at least 1 and less than 2^31, or None for no window")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; it needs a positive number, or None for no cap")
+    check_limits(window, softcap)
